@@ -1,0 +1,56 @@
+"""Configuration as frozen values: one TOML for a whole run, unknown keys refused, the command line from the same schema.
+
+Each package declares its own section in its ``config.py`` (torch-free), derived from :class:`Section`; a command
+line is that section's schema, and a TOML section gives its defaults. There is no second representation.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of every config section: frozen, unknown keys refused, field docstrings become the help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError naming the file (and line, from the parser)."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
+
+
+def build(model: type[SectionT], values: dict[str, Any], where: str) -> SectionT:
+    """Validate ``values`` into ``model``. Raises ConfigError with every wrong key; ``where`` names the file or command."""
+    try:
+        return model(**values)
+    except ValidationError as exc:
+        raise ConfigError(f"{where}: {explain(exc)}") from exc
+
+
+def explain(error: ValidationError) -> str:
+    """The errors of a pydantic validation as one line: ``key: what is wrong``."""
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"]) or "options"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "missing":
+            message = "is required"
+        elif item["type"] == "extra_forbidden":
+            message = "is not a known key"
+        lines.append(f"{key}: {message}")
+    return "; ".join(lines)

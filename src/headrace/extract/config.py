@@ -1,0 +1,93 @@
+"""What an extraction and its plan can be told: the schema behind ``headrace extract``, ``headrace plan`` and their TOML sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ByteSize, Field
+from pydantic_settings import CliPositionalArg
+
+from headrace.config import Section
+
+GIB = 1 << 30
+
+
+def _join_taps(value: Any) -> Any:
+    """TOML may spell taps as a list, ``[3, 31, 59, "final"]``; inside it is the command line's ``"3,31,59,final"``."""
+    return ",".join(str(tap) for tap in value) if isinstance(value, list) else value
+
+
+Taps = Annotated[str, BeforeValidator(_join_taps)]
+
+
+class ExtractConfig(Section):
+    """Rows → store, through an inference engine. Can be stopped or killed at any moment; the same command goes on."""
+
+    # --- what goes in and out ---------------------------------------------------------------------------------
+    rows: CliPositionalArg[Path]
+    """Row folder made by `headrace prepare`."""
+    model: str
+    """Target: a model folder or hub id."""
+    revision: str = ""
+    """Hub revision of the target."""
+    out: Path
+    """Store folder; an existing one is continued."""
+    taps: Taps = "eagle3"
+    """Preset (eagle3, dflash, last) or a list such as 2,15,27,final."""
+    dtype: str = ""
+    """dtype of the stored states: bfloat16, float16 or float32; the target's own when empty."""
+    final_normed: bool = True
+    """Store the final state after the final norm (what lm_head reads)."""
+    codec: str = "bf16-planes"
+    """How states are stored: raw, bf16-planes (lossless) or fp8 (lossy)."""
+    shard_bytes: ByteSize = Field(ByteSize(GIB), gt=0)
+    """Size of a shard file, about."""
+    seal_minutes: float = Field(10.0, gt=0)
+    """A shard is sealed at the latest after so long: the most work that a kill can cost."""
+
+    # --- which rows ----------------------------------------------------------------------------------------------
+    split: str = ""
+    """One split of the rows (train or validation); all when empty."""
+    limit: int = Field(0, ge=0)
+    """Extract at most so many rows; 0 = all."""
+    only: list[str] = []
+    """Keys (or unique beginnings of keys) of the only rows to extract."""
+    seed: int = 0
+    """Seed of the order in which rows are sent."""
+    window: int = Field(0, ge=0)
+    """Rows shuffled together and then sent longest first; 0 = chosen by the size of the data."""
+
+    # --- the engine ----------------------------------------------------------------------------------------------
+    engine: str = "hf"
+    """Inference engine: hf, sglang, vllm, fake or an installed plug-in."""
+    url: list[str] = []
+    """Server URL, for engines that are servers; may be given several times."""
+    device: str = ""
+    """Device, for engines that run here."""
+    engine_options: dict[str, Any] = {}
+    """More options of the engine: key=value,key=value."""
+    skip_preflight: bool = False
+    """Start even when the engine's own checks fail."""
+    allow_other_settings: bool = False
+    """Continue a store although engine settings (not its name or version) differ from those it was begun with."""
+
+    # --- limits --------------------------------------------------------------------------------------------------
+    tokens_in_flight: int = Field(0, ge=0)
+    """Tokens between admission and disk, at most; 0 = what the engine asks for and the writer needs on top."""
+    tries: int = Field(3, ge=1)
+    """Tries a row gets before it is set aside."""
+    retry_failed: bool = False
+    """Also try rows that an earlier run set aside for good."""
+    max_failures_in_a_row: int = Field(50, ge=1)
+    """Stop the run after so many failures with no success between."""
+    max_failed_share: float = Field(0.05, gt=0, le=1)
+    """Stop the run when more than this share of at least 200 answers failed."""
+    engine_wait_minutes: float = Field(10.0, ge=0)
+    """How long to wait for a dead engine to come back before the run stops."""
+    stall_minutes: float = Field(60.0, gt=0)
+    """An engine that has rows and answers none of them for so long counts as dead."""
+    min_free: ByteSize = Field(ByteSize(2 * GIB), ge=0)
+    """Disk space to leave free: admission pauses below it (plus what is on its way to disk)."""
+    pause_minutes: float = Field(60.0, ge=0)
+    """How long to wait for disk space before the run stops."""

@@ -1,0 +1,139 @@
+"""Real inference servers on free loopback ports, for tests and benchmarks: started, waited for, and stopped by process id alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import psutil
+
+from headrace.errors import EngineUnavailableError
+
+
+def free_port() -> int:
+    """A loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A server and all processes it started. A context manager: entering starts it and waits until it is healthy."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        health: str = "/health",
+    ) -> None:
+        """``command`` must listen on 127.0.0.1:``port``; ``env`` is added to this process's; ``log`` takes all its output."""
+        self.command = list(command)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self._env = {**os.environ, **(env or {})}
+        self._health = health
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process. Raises EngineUnavailableError before :meth:`start`."""
+        return self._started().pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the main process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise EngineUnavailableError(f"{self.command[0]} was not started; call start() first")
+        return self._process
+
+    def start(self) -> Self:
+        """Start the processes and return at once; see :meth:`wait_healthy`."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            # A session of its own: a Ctrl-C in the terminal reaches the test, which then stops the server in order.
+            self._process = subprocess.Popen(
+                self.command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_healthy(self, timeout: float = 240.0) -> Self:
+        """Return when the health endpoint answers 200. Raises EngineUnavailableError, with the log's end, if it dies or is late."""
+        process, deadline = self._started(), time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise EngineUnavailableError(
+                    f"the server exited with code {process.returncode} while starting:\n{self.tail()}"
+                )
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(self.url + self._health, timeout=10.0).status_code == 200:
+                    return self
+            time.sleep(0.2)
+        self.stop()
+        raise EngineUnavailableError(f"the server was not healthy after {timeout:.0f} s:\n{self.tail()}")
+
+    def wait_exit(self, timeout: float = 240.0) -> int:
+        """Wait until the server ends by itself; returns its exit code. Raises EngineUnavailableError when it goes on."""
+        try:
+            return self._started().wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise EngineUnavailableError(
+                f"the server was still running after {timeout:.0f} s:\n{self.tail()}"
+            ) from None
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Terminate the main process, then whatever of its processes is left after ``grace`` seconds; idempotent."""
+        self._end(signal.SIGTERM, grace)
+
+    def kill(self) -> None:
+        """Kill every process at once, as a power cut would."""
+        self._end(signal.SIGKILL, 5.0)
+
+    def _end(self, how: signal.Signals, grace: float) -> None:
+        if self._process is None:
+            return
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            main = psutil.Process(self._process.pid)
+            family = [main, *main.children(recursive=True)]
+        for process in family if how is signal.SIGKILL else family[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(how)
+        _, alive = psutil.wait_procs(family, timeout=grace)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start().wait_healthy()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

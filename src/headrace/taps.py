@@ -32,7 +32,9 @@ def find_decoder(model: nn.Module, num_layers: int) -> tuple[nn.ModuleList, nn.M
             layers = getattr(module, layers_name, None)
             if not isinstance(layers, nn.ModuleList) or len(layers) != num_layers:
                 continue
-            norm = next((n for n in (getattr(module, x, None) for x in _NORM_NAMES) if isinstance(n, nn.Module)), None)
+            norm = next(
+                (n for n in (getattr(module, x, None) for x in _NORM_NAMES) if isinstance(n, nn.Module)), None
+            )
             if norm is not None:
                 found.append((layers, norm))
     if len(found) != 1:
@@ -51,7 +53,9 @@ class ResidualTaps:
     ``[batch, tokens, hidden]`` on the model's device. Not re-entrant; one forward at a time.
     """
 
-    def __init__(self, model: nn.Module, num_layers: int, taps: Sequence[Tap], *, final_normed: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, num_layers: int, taps: Sequence[Tap], *, final_normed: bool = True
+    ) -> None:
         self.taps = tuple(taps)
         self.num_layers = num_layers
         self.final_normed = final_normed
@@ -64,12 +68,18 @@ class ResidualTaps:
             if tap == FINAL and self.final_normed:
                 self._handles.append(self._norm.register_forward_hook(self._after(tap)))
             elif tap in (FINAL, self.num_layers):
-                self._handles.append(self._norm.register_forward_pre_hook(self._before(tap), with_kwargs=True))
+                self._handles.append(
+                    self._norm.register_forward_pre_hook(self._before(tap), with_kwargs=True)
+                )
             else:
-                self._handles.append(self._layers[int(tap)].register_forward_pre_hook(self._before(tap), with_kwargs=True))
+                self._handles.append(
+                    self._layers[int(tap)].register_forward_pre_hook(self._before(tap), with_kwargs=True)
+                )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

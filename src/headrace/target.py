@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,41 @@ if TYPE_CHECKING:
 
 # Config fields that say how or by what a checkpoint was saved, and change none of its numbers.
 _NOT_IDENTITY = frozenset(
-    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "_attn_implementation"}
+    {
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "architectures",
+        "_attn_implementation",
+    }
 )
 # Families whose RMSNorm multiplies by 1 + w (read in transformers: models/gemma, gemma2, gemma3, qwen3_next, qwen3_5).
-_RMS_1P = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma")
-_LAYER_NORM = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "stablelm", "cohere", "cohere2", "starcoder2")
+_RMS_1P = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "recurrent_gemma",
+)
+_LAYER_NORM = (
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "falcon",
+    "mpt",
+    "phi",
+    "stablelm",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+)
 _PROBES = (
     "Hello, world!",
     "  two leading spaces",
@@ -85,7 +116,9 @@ class Target:
         path = Path(name).expanduser()
         if not path.is_dir():
             if path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1:
-                raise ConfigError(f"model folder {name} does not exist; give a folder with config.json or a hub id")
+                raise ConfigError(
+                    f"model folder {name} does not exist; give a folder with config.json or a hub id"
+                )
             path = _download(name, revision)
         file = path / "config.json"
         if not file.is_file():
@@ -93,7 +126,9 @@ class Target:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as exc:
-            raise ConfigError(f"{file} is not valid JSON ({exc}); restore it from the model's source") from exc
+            raise ConfigError(
+                f"{file} is not valid JSON ({exc}); restore it from the model's source"
+            ) from exc
         return cls(path, name, config, revision)
 
     # --- what the config says ---------------------------------------------------------------------------------
@@ -102,7 +137,9 @@ class Target:
         for key in keys:
             if isinstance(self.config.get(key), int):
                 return int(self.config[key])
-        raise ConfigError(f"{self.path / 'config.json'} has none of {list(keys)}; this model family is not known to Headrace")
+        raise ConfigError(
+            f"{self.path / 'config.json'} has none of {list(keys)}; this model family is not known to Headrace"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -127,7 +164,12 @@ class Target:
     @property
     def dtype(self) -> str:
         """dtype the weights are stored in: bfloat16, float16 or float32 (bfloat16 when the config is silent)."""
-        value = str(self.config.get("dtype") or self.config.get("torch_dtype") or self.raw_config.get("torch_dtype") or "bfloat16")
+        value = str(
+            self.config.get("dtype")
+            or self.config.get("torch_dtype")
+            or self.raw_config.get("torch_dtype")
+            or "bfloat16"
+        )
         value = value.removeprefix("torch.")
         return value if value in ("bfloat16", "float16", "float32") else "bfloat16"
 
@@ -147,12 +189,20 @@ class Target:
             return "layernorm"
         if "rms_norm_eps" in self.config or "rms_norm_epsilon" in self.config:
             return "rms"
-        raise ConfigError(f"the final norm of model type {kind!r} is not known to Headrace (no rms_norm_eps in config.json)")
+        raise ConfigError(
+            f"the final norm of model type {kind!r} is not known to Headrace (no rms_norm_eps in config.json)"
+        )
 
     @property
     def norm_eps(self) -> float:
         """Epsilon of the final norm."""
-        for key in ("rms_norm_eps", "rms_norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        for key in (
+            "rms_norm_eps",
+            "rms_norm_epsilon",
+            "layer_norm_eps",
+            "layer_norm_epsilon",
+            "norm_epsilon",
+        ):
             if key in self.config:
                 return float(self.config[key])
         return 1e-5
@@ -206,28 +256,35 @@ class Target:
             names = [n for n in self._tensor_files if n == suffix or n.endswith("." + suffix)]
             names = [n for n in names if "vision" not in n and "visual" not in n and "mtp" not in n] or names
             if len(names) > 1:
-                raise ConfigError(f"{self.path} has several weights ending in {suffix}: {sorted(names)[:4]}; cannot choose")
+                raise ConfigError(
+                    f"{self.path} has several weights ending in {suffix}: {sorted(names)[:4]}; cannot choose"
+                )
             if names:
                 with safe_open(self._tensor_files[names[0]], framework="pt") as handle:
-                    return handle.get_tensor(names[0])
+                    found: torch.Tensor = handle.get_tensor(names[0])
+                    return found
         return None
 
     def _required(self, what: str, *suffixes: str) -> torch.Tensor:
         tensor = self.tensor(*suffixes)
         if tensor is None:
-            raise ConfigError(f"{self.path} has no {what} ({' or '.join(suffixes)}) in its .safetensors files; give the full model folder")
+            raise ConfigError(
+                f"{self.path} has no {what} ({' or '.join(suffixes)}) in its .safetensors files; give the full model folder"
+            )
         return tensor
 
     @functools.cached_property
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden] input embedding, dtype of the file."""
-        return self._required("embedding", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+        return self._required(
+            "embedding", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"
+        )
 
     @property
     def embedding_scale(self) -> float:
         """Factor the model applies to its embedding output (Gemma: sqrt(hidden)); 1.0 elsewhere."""
         if self.model_type.startswith("gemma"):
-            return float(self.hidden_size) ** 0.5
+            return math.sqrt(self.hidden_size)
         return float(self.config.get("embedding_multiplier", 1.0))
 
     @functools.cached_property
@@ -238,7 +295,9 @@ class Target:
         weight = self.tensor("lm_head.weight", "embed_out.weight", "output.weight")
         if weight is None:
             if not tied and self._weight_files and "tie_word_embeddings" in config:
-                raise ConfigError(f"{self.path} has no lm_head.weight and does not tie it to the embedding; the folder is incomplete")
+                raise ConfigError(
+                    f"{self.path} has no lm_head.weight and does not tie it to the embedding; the folder is incomplete"
+                )
             weight = self.embedding
         scale = float(config.get("logit_scale", 1.0))
         if "logits_scaling" in config:
@@ -251,7 +310,15 @@ class Target:
         """The final norm as a function on states [..., hidden]; float32 inside, the input's dtype outside."""
         import torch
 
-        weight = self._required("final norm", "model.norm.weight", "language_model.norm.weight", "ln_f.weight", "final_layer_norm.weight", "final_layernorm.weight", "norm.weight").float()
+        weight = self._required(
+            "final norm",
+            "model.norm.weight",
+            "language_model.norm.weight",
+            "ln_f.weight",
+            "final_layer_norm.weight",
+            "final_layernorm.weight",
+            "norm.weight",
+        ).float()
         bias = self.tensor("model.norm.bias", "ln_f.bias", "final_layer_norm.bias", "final_layernorm.bias")
         kind, eps = self.norm_kind, self.norm_eps
 
@@ -259,7 +326,9 @@ class Target:
             x = states.float()
             w = weight.to(x.device)
             if kind == "layernorm":
-                out = torch.nn.functional.layer_norm(x, x.shape[-1:], w, None if bias is None else bias.float().to(x.device), eps)
+                out = torch.nn.functional.layer_norm(
+                    x, x.shape[-1:], w, None if bias is None else bias.float().to(x.device), eps
+                )
                 return out.to(states.dtype)
             x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
             if kind == "rms1p":
@@ -287,7 +356,10 @@ class Target:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder holds tokenizer files (dummy and benchmark targets do not)."""
-        return any((self.path / n).exists() for n in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tokenizer.model"))
+        return any(
+            (self.path / n).exists()
+            for n in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tokenizer.model")
+        )
 
     @functools.cached_property
     def tokenizer_hash(self) -> str:
@@ -302,7 +374,13 @@ class Target:
 
     # --- specs ------------------------------------------------------------------------------------------------
 
-    def spec(self, taps: str | list[Tap] | tuple[Tap, ...] = "eagle3", *, dtype: str = "", final_normed: bool = True) -> CaptureSpec:
+    def spec(
+        self,
+        taps: str | list[Tap] | tuple[Tap, ...] = "eagle3",
+        *,
+        dtype: str = "",
+        final_normed: bool = True,
+    ) -> CaptureSpec:
         """The spec of states captured from this target. Raises ConfigError for taps it cannot have."""
         try:
             parsed = parse_taps(taps, self.num_layers)
@@ -330,12 +408,16 @@ class Target:
         theirs = self.spec(spec.taps, dtype=spec.dtype, final_normed=spec.final_normed)
         lines = spec.differences(theirs)
         if lines:
-            raise SpecMismatchError(f"{what} was made for another target than {self.name}: {'; '.join(lines)}. Use the model it was made with")
+            raise SpecMismatchError(
+                f"{what} was made for another target than {self.name}: {'; '.join(lines)}. Use the model it was made with"
+            )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """16 hex digits over special ids and probe encodings: catches shifted special ids that text round trips hide."""
-    special = sorted((int(i), str(getattr(t, "content", t))) for i, t in tokenizer.added_tokens_decoder.items())
+    special = sorted(
+        (int(i), str(getattr(t, "content", t))) for i, t in tokenizer.added_tokens_decoder.items()
+    )
     probes = [list(tokenizer.encode(p, add_special_tokens=False)) for p in _PROBES]
     return hash_json({"special": special, "probes": probes, "size": len(tokenizer)})
 
@@ -345,6 +427,14 @@ def _download(name: str, revision: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.py", "*.txt"]))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.py", "*.txt"],
+            )
+        )
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as exc:
-        raise InputError(f"{name} is neither a local model folder nor a hub id that can be fetched ({type(exc).__name__}); check the name or the network") from exc
+        raise InputError(
+            f"{name} is neither a local model folder nor a hub id that can be fetched ({type(exc).__name__}); check the name or the network"
+        ) from exc

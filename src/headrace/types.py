@@ -60,7 +60,9 @@ def _parse_tap(text: str) -> Tap:
         return FINAL
     if text.isdigit():
         return int(text)
-    raise ValueError(f"tap {text!r} is neither a boundary number, 'final', nor one of the presets eagle3, dflash, last")
+    raise ValueError(
+        f"tap {text!r} is neither a boundary number, 'final', nor one of the presets eagle3, dflash, last"
+    )
 
 
 def check_taps(taps: tuple[Tap, ...], num_layers: int) -> None:
@@ -71,7 +73,9 @@ def check_taps(taps: tuple[Tap, ...], num_layers: int) -> None:
         if tap == FINAL:
             continue
         if isinstance(tap, bool) or not isinstance(tap, int) or not 0 <= tap <= num_layers:
-            raise ValueError(f"tap {tap!r} is not 'final' or a boundary in 0..{num_layers} of this {num_layers}-layer target")
+            raise ValueError(
+                f"tap {tap!r} is not 'final' or a boundary in 0..{num_layers} of this {num_layers}-layer target"
+            )
     if len(set(taps)) != len(taps):
         raise ValueError(
             f"taps {list(taps)} repeat one; give distinct boundaries"
@@ -191,7 +195,9 @@ class Row:
         ids_array = np.ascontiguousarray(np.asarray(ids, dtype=np.int32))
         mask_array = np.ascontiguousarray(np.asarray(mask, dtype=bool))
         if ids_array.ndim != 1 or ids_array.shape != mask_array.shape or not len(ids_array):
-            raise ValueError(f"ids {ids_array.shape} and mask {mask_array.shape} must be equal, non-empty vectors")
+            raise ValueError(
+                f"ids {ids_array.shape} and mask {mask_array.shape} must be equal, non-empty vectors"
+            )
         return cls(ids_array, mask_array, row_key(ids_array, mask_array), origin or Origin())
 
     def __len__(self) -> int:

@@ -63,7 +63,11 @@ def _settings_class(model: type[Section], command: str, summary: str) -> type[An
     """The schema once more, as a class that parses a command line and reads neither environment nor files."""
 
     def sources(
-        cls: type[BaseSettings], settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls: type[BaseSettings],
+        /,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        **_: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
 

@@ -92,7 +92,9 @@ class Engine(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -101,7 +103,9 @@ def engine_names() -> list[str]:
     return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)})
 
 
-def open_engine(name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None) -> Engine:
+def open_engine(
+    name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None
+) -> Engine:
     """Open the engine registered as ``name`` with its own options.
 
     Raises ConfigError for an unknown name, two packages claiming one name, or options the engine does not have.
@@ -110,6 +114,8 @@ def open_engine(name: str, target: Target, spec: CaptureSpec, options: dict[str,
     if not points:
         raise ConfigError(f"no engine named {name!r} is installed; there are {engine_names()}")
     if len({p.value for p in points}) > 1:
-        raise ConfigError(f"engine {name!r} is claimed by several packages: {sorted(p.value for p in points)}; uninstall one")
+        raise ConfigError(
+            f"engine {name!r} is claimed by several packages: {sorted(p.value for p in points)}; uninstall one"
+        )
     engine: type[Engine] = points[0].load()
     return engine.open(target, spec, build(engine.Options, options or {}, f"options of engine {name}"))

@@ -65,7 +65,9 @@ class FingerprintEngine(Engine):
 
     def __init__(self, spec: CaptureSpec, options: FingerprintOptions) -> None:
         if spec.hidden_size < MIN_HIDDEN:
-            raise ConfigError(f"the fake engine needs hidden_size >= {MIN_HIDDEN}, the target has {spec.hidden_size}")
+            raise ConfigError(
+                f"the fake engine needs hidden_size >= {MIN_HIDDEN}, the target has {spec.hidden_size}"
+            )
         self.spec = spec
         self.options = options
         self.info = EngineInfo(name="fake", version=__version__, tokens_in_flight=options.tokens_in_flight)

@@ -65,7 +65,12 @@ class HfEngine(Engine):
     def open(cls, target: Target, spec: CaptureSpec, options: HfOptions) -> Self:
         """Load the model. Raises EngineError when transformers cannot."""
         target.require(spec, "the capture spec")
-        return cls(target, spec, options, load_model(target, options.dtype or spec.dtype, options.device, options.attention))
+        return cls(
+            target,
+            spec,
+            options,
+            load_model(target, options.dtype or spec.dtype, options.device, options.attention),
+        )
 
     def capture(self, rows: Iterable[Row]) -> Iterator[Capture | Failure]:
         """See :class:`Engine`. Rows of one window are answered longest first."""
@@ -84,9 +89,12 @@ class HfEngine(Engine):
             mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
             inputs["attention_mask"] = mask.long().to(self.device)
         try:
-            with torch.inference_mode(), ResidualTaps(
-                self.model, self.spec.num_layers, self.spec.taps, final_normed=self.spec.final_normed
-            ) as taps:
+            with (
+                torch.inference_mode(),
+                ResidualTaps(
+                    self.model, self.spec.num_layers, self.spec.taps, final_normed=self.spec.final_normed
+                ) as taps,
+            ):
                 self.model(**inputs, use_cache=False, logits_to_keep=1)
         except torch.OutOfMemoryError as exc:
             raise EngineError(
@@ -94,7 +102,9 @@ class HfEngine(Engine):
             ) from exc
         dtype = getattr(torch, self.spec.dtype)
         for i, row in enumerate(batch):
-            states = torch.stack([taps.states[tap][i, : len(row)] for tap in self.spec.taps]).to("cpu", dtype, copy=True)
+            states = torch.stack([taps.states[tap][i, : len(row)] for tap in self.spec.taps]).to(
+                "cpu", dtype, copy=True
+            )
             used = inputs["input_ids"][i, : len(row)].cpu().numpy().astype(np.int32)
             yield Capture(row.key, used, states.contiguous())
 
@@ -109,11 +119,16 @@ def load_model(target: Target, dtype: str, device: str = "auto", attention: str 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(target.path), dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
+            str(target.path),
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            local_files_only=True,
         )
         return model.to(device).eval()  # type: ignore[no-any-return]
     except torch.OutOfMemoryError as exc:
-        raise EngineError(f"{target.name} does not fit on {device}; use another device or a serving engine") from exc
+        raise EngineError(
+            f"{target.name} does not fit on {device}; use another device or a serving engine"
+        ) from exc
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise EngineError(f"transformers cannot load {target.path}: {exc}") from exc
 

@@ -10,7 +10,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_neox")
 
 
@@ -46,7 +51,9 @@ def make_tiny_model(
                 parameter.copy_((centre + noise).to(parameter.dtype))
             elif parameter.dim() >= 2:
                 # The default 0.02 leaves tiny models almost linear; larger weights make every layer matter.
-                parameter.copy_((torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(parameter.dtype))
+                parameter.copy_(
+                    (torch.randn(parameter.shape, generator=generator) * hidden**-0.5).to(parameter.dtype)
+                )
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     if family == "deepseek_v3":  # serving engines read these; transformers does not save them
@@ -58,7 +65,9 @@ def make_tiny_model(
     return folder
 
 
-def make_config_only(folder: Path, *, layers: int = 8, hidden: int = 16, vocab: int = 70000, dtype: str = "bfloat16") -> Path:
+def make_config_only(
+    folder: Path, *, layers: int = 8, hidden: int = 16, vocab: int = 70000, dtype: str = "bfloat16"
+) -> Path:
     """A target that is a ``config.json`` and nothing else: enough for the ``fake`` engine and for planning."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -91,7 +100,7 @@ def _config(family: str, layers: int, hidden: int, vocab: int, overrides: dict[s
         "pad_token_id": 2,
     }
     if family in ("llama", "qwen2", "qwen3"):
-        extra = {"num_key_value_heads": max(1, heads // 2), "tie_word_embeddings": True}
+        extra: dict[str, Any] = {"num_key_value_heads": max(1, heads // 2), "tie_word_embeddings": True}
         if family != "qwen2":
             extra["head_dim"] = 32
         cls = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[family]

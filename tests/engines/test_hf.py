@@ -1,0 +1,123 @@
+"""The reference engine against transformers' own ``output_hidden_states``, on seven families, and its conformance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engines import Engine, open_engine
+from headrace.engines.hf import HfEngine
+from headrace.errors import ConfigError, EngineError, SpecMismatchError
+from headrace.target import Target
+from headrace.testing.engine import EngineTests, Reference, mixed_rows, row_error
+from headrace.testing.models import make_tiny_model
+from headrace.types import Capture, Row
+
+
+def hidden_states(model: torch.nn.Module, row: Row) -> list[torch.Tensor]:
+    """transformers' own hidden states of one row alone: [tokens, hidden] each, the last one normed."""
+    with torch.inference_mode():
+        out = model(
+            torch.from_numpy(row.ids.astype(np.int64))[None], output_hidden_states=True, use_cache=False
+        )
+    return [state[0] for state in out.hidden_states]
+
+
+class TestHf(EngineTests):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tiny_llama: Path) -> Iterator[Engine]:
+        target = Target.open(str(tiny_llama))
+        spec = target.spec([0, 2, 3, 6, "final"], dtype="float32")
+        with open_engine("hf", target, spec, {"device": "cpu", "batch_tokens": 256}) as engine:
+            yield engine
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, engine: HfEngine) -> Reference:
+        def states(row: Row) -> torch.Tensor:
+            hs = hidden_states(engine.model, row)
+            # Boundary 6 is before the final norm, which transformers does not return: take it from the last layer.
+            return torch.stack([hs[0], hs[2], hs[3], last_layer_output(engine.model, row), hs[6]])
+
+        return states
+
+
+def last_layer_output(model: torch.nn.Module, row: Row) -> torch.Tensor:
+    """[tokens, hidden] output of the last decoder layer, by a hook of our own."""
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[-1].register_forward_hook(
+        lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    hidden_states(model, row)
+    handle.remove()
+    return seen[0].reshape(len(row), -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_neox"]
+)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Boundaries equal transformers' list, the final state is norm(boundary N), and the head gives the model's logits."""
+    target = Target.open(str(make_tiny_model(tmp_path / family, family, vocab=512)))
+    n = target.num_layers
+    with open_engine(
+        "hf", target, target.spec([*range(n + 1), "final"], dtype="float32"), {"device": "cpu"}
+    ) as engine:
+        for result in engine.capture(iter(mixed_rows(6, 60))):
+            assert isinstance(result, Capture)
+            row = Row.make(result.ids, np.ones(len(result.ids)))
+            hs = hidden_states(engine.model, row)  # type: ignore[attr-defined]
+            for boundary in range(n):
+                assert row_error(result.states[boundary], hs[boundary]) < 1e-5, boundary
+            assert row_error(result.states[n + 1], hs[n]) < 1e-5
+            assert row_error(target.final_norm(result.states[n]), result.states[n + 1]) < 1e-5
+            assert row_error(result.states[n], result.states[n + 1]) > 0.01, "the norm must do something"
+            with torch.inference_mode():
+                logits = engine.model(torch.from_numpy(row.ids.astype(np.int64))[None]).logits[0]  # type: ignore[attr-defined]
+            assert row_error(target.head.logits(result.states[n + 1]), logits) < 1e-5
+
+
+def test_unnormed_final(tiny_llama: Path) -> None:
+    target = Target.open(str(tiny_llama))
+    with open_engine(
+        "hf", target, target.spec([6, "final"], dtype="float32", final_normed=False), {"device": "cpu"}
+    ) as engine:
+        (result,) = engine.capture(iter(mixed_rows(1)))
+        assert isinstance(result, Capture)
+        assert torch.equal(result.states[0], result.states[1])
+
+
+def test_bfloat16_is_the_models_own(tiny_llama: Path) -> None:
+    """States come in the spec's dtype and are within bf16 noise of float32 ones."""
+    target = Target.open(str(tiny_llama))
+    rows = mixed_rows(8, 50)
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        with open_engine("hf", target, target.spec("2,3,final", dtype=dtype), {"device": "cpu"}) as engine:
+            results[dtype] = {c.key: c for c in engine.capture(iter(rows)) if isinstance(c, Capture)}
+    errors = [row_error(results["bfloat16"][r.key].states, results["float32"][r.key].states) for r in rows]
+    assert 1e-4 < max(errors) < 0.1
+
+
+def test_refuses_a_spec_of_another_target(tiny_llama: Path, tmp_path: Path) -> None:
+    other = Target.open(str(make_tiny_model(tmp_path / "other", vocab=512, seed=1)))
+    with pytest.raises(SpecMismatchError, match="another target"):
+        open_engine("hf", other, Target.open(str(tiny_llama)).spec("last"), {"device": "cpu"})
+
+
+def test_names_what_is_wrong(tiny_llama: Path, tmp_path: Path) -> None:
+    target = Target.open(str(tiny_llama))
+    with pytest.raises(ConfigError, match="no engine named 'nope'"):
+        open_engine("nope", target, target.spec("last"))
+    with pytest.raises(ConfigError, match="batch_size: is not a known key"):
+        open_engine("hf", target, target.spec("last"), {"batch_size": 3})
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    empty = Target.open(str(tmp_path))
+    with pytest.raises(EngineError, match="cannot load"):
+        open_engine("hf", empty, empty.spec("last"), {"device": "cpu"})

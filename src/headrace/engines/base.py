@@ -86,6 +86,10 @@ class Engine(ABC):
         """Checks made before a run trusts this engine; the run refuses to start when one fails."""
         return []
 
+    def gauges(self) -> dict[str, float]:
+        """Live figures for the progress line and the monitor (``staging_bytes``, ...); called from another thread, cheap."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release what was opened; idempotent."""
 
@@ -103,13 +107,8 @@ def engine_names() -> list[str]:
     return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)})
 
 
-def open_engine(
-    name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None
-) -> Engine:
-    """Open the engine registered as ``name`` with its own options.
-
-    Raises ConfigError for an unknown name, two packages claiming one name, or options the engine does not have.
-    """
+def engine_class(name: str) -> type[Engine]:
+    """The engine registered as ``name``. Raises ConfigError for an unknown name or two packages claiming one name."""
     points = [p for p in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if p.name == name]
     if not points:
         raise ConfigError(f"no engine named {name!r} is installed; there are {engine_names()}")
@@ -118,4 +117,13 @@ def open_engine(
             f"engine {name!r} is claimed by several packages: {sorted(p.value for p in points)}; uninstall one"
         )
     engine: type[Engine] = points[0].load()
+    return engine
+
+
+def open_engine(name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None) -> Engine:
+    """Open the engine registered as ``name`` with its own options.
+
+    Raises ConfigError for an unknown name, two packages claiming one name, or options the engine does not have.
+    """
+    engine = engine_class(name)
     return engine.open(target, spec, build(engine.Options, options or {}, f"options of engine {name}"))

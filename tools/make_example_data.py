@@ -175,7 +175,7 @@ def answer(
         )
         for p in prompts
     ]
-    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     out = model.generate(
         **batch, do_sample=True, temperature=0.6, top_p=0.95, top_k=0, max_new_tokens=max_new_tokens
     )
@@ -199,10 +199,12 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     prompts = make_prompts(args.count + args.eval_count, args.seed)
     train, held_out = prompts[: args.count], prompts[args.count :]
     args.out.mkdir(parents=True, exist_ok=True)

@@ -4,4 +4,14 @@ from headrace._version import __version__
 from headrace.errors import HeadraceError, HeadraceWarning
 from headrace.types import Capture, CaptureSpec, Failure, Origin, Row, Tap
 
-__all__ = ["Capture", "CaptureSpec", "Failure", "HeadraceError", "HeadraceWarning", "Origin", "Row", "Tap", "__version__"]
+__all__ = [
+    "Capture",
+    "CaptureSpec",
+    "Failure",
+    "HeadraceError",
+    "HeadraceWarning",
+    "Origin",
+    "Row",
+    "Tap",
+    "__version__",
+]

@@ -18,7 +18,9 @@ from headrace.errors import ConfigError
 class Section(BaseModel):
     """Base of every config section: frozen, unknown keys refused, field docstrings become the help text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
 
 
 SectionT = TypeVar("SectionT", bound=Section)

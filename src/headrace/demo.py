@@ -107,4 +107,5 @@ def _convert(gguf: Path, out: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(out)
+    tokenizer.clean_up_tokenization_spaces = False  # a WordPiece habit that would eat spaces of this BPE
     tokenizer.save_pretrained(out)

@@ -70,4 +70,6 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-        raise CorruptError(f"{path} is not valid JSON ({exc}); delete it and run the command that made it again") from exc
+        raise CorruptError(
+            f"{path} is not valid JSON ({exc}); delete it and run the command that made it again"
+        ) from exc

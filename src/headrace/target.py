@@ -345,6 +345,10 @@ class Target:
         """The target's own tokenizer. Raises ConfigError when the folder has none."""
         from transformers import AutoTokenizer
 
+        if not self.has_tokenizer:
+            raise ConfigError(
+                f"{self.path} has no usable tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
+            )
         try:
             return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:

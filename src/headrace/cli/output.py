@@ -18,7 +18,12 @@ class Output:
         self.json_mode = json_mode
         self.result: dict[str, Any] = {}
         self._error: HeadraceError | None = None
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        logging.basicConfig(
+            stream=sys.stderr,
+            level=logging.INFO,
+            format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+            datefmt="%H:%M:%S",
+        )
         for noisy in ("httpx", "httpcore", "urllib3", "filelock"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
 
@@ -43,9 +48,13 @@ class Output:
         from rich.table import Table
 
         body = [[str(cell) for cell in row] for row in rows]
-        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
         for index, column in enumerate(columns):
-            numeric = bool(body) and all(r[index][:1].isdigit() or r[index][:1] in "-+." for r in body if r[index])
+            numeric = bool(body) and all(
+                r[index][:1].isdigit() or r[index][:1] in "-+." for r in body if r[index]
+            )
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in body:
             table.add_row(*row)
@@ -63,6 +72,10 @@ class Output:
             return
         value: dict[str, Any] = {"ok": self._error is None, **self.result}
         if self._error is not None:
-            value["error"] = {"kind": type(self._error).__name__, "message": str(self._error), "exit_code": self._error.exit_code}
+            value["error"] = {
+                "kind": type(self._error).__name__,
+                "message": str(self._error),
+                "exit_code": self._error.exit_code,
+            }
         sys.stdout.write(json.dumps(value, ensure_ascii=False, default=str) + "\n")
         sys.stdout.flush()

@@ -1,0 +1,130 @@
+"""The command line as a user meets it: speed of --help, exit codes, one JSON object, configs and their faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace import __version__
+from headrace.cli import COMMANDS, main
+from headrace.cli.output import Output
+from headrace.cli.parse import parse
+from headrace.config import Section
+from headrace.errors import ConfigError
+
+
+def headrace(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "headrace", *args], capture_output=True, text=True, check=False)
+
+
+def test_version_and_help() -> None:
+    assert headrace("--version").stdout == f"headrace {__version__}\n"
+    out = headrace("--help")
+    assert out.returncode == 0 and all(name in out.stdout for name in COMMANDS)
+    assert headrace().returncode == 2
+
+
+def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
+    """Under a second and without torch, pyarrow or transformers imported, measured inside one fresh interpreter each."""
+    code = (
+        "import sys, time; t = time.perf_counter()\n"
+        "from headrace.cli import main\n"
+        "try: main([sys.argv[1], '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = [m for m in ('torch', 'transformers', 'pyarrow', 'matplotlib') if m in sys.modules]\n"
+        "print('\\n@', time.perf_counter() - t, heavy)"
+    )
+    for name in COMMANDS:
+        best = 99.0
+        for _ in range(3):  # a loaded machine may spoil one try
+            done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+            assert "usage: headrace " + name in done.stdout, (name, done.stderr)
+            seconds, heavy = done.stdout.rsplit("@", 1)[1].strip().split(" ", 1)
+            assert heavy == "[]", (name, heavy)
+            best = min(best, float(seconds))
+            if best < 1.0:
+                break
+        assert best < 1.0, f"{name} --help took {best:.2f} s"
+
+
+def test_unknown_command_suggests() -> None:
+    done = headrace("extrct")
+    assert done.returncode == 2 and "did you mean 'extract'" in done.stderr
+
+
+class Demo(Section):
+    """A demo."""
+
+    number: int = 1
+    """A number."""
+    flag: bool = False
+    """A flag."""
+    names: list[str] = []
+    """Names."""
+
+
+def test_parse_layers_toml_under_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("number = 9\n[demo]\nnumber = 5\nflag = true\n")
+    assert parse(Demo, "demo", "", []).number == 1
+    assert parse(Demo, "demo", "", ["--config", str(file)]) == Demo(number=5, flag=True)
+    assert parse(Demo, "demo", "", ["--config", str(file), "--no-flag", "--names", "a", "--names", "b", "--number=7"]) == Demo(
+        number=7, flag=False, names=["a", "b"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[demo]\nnumbr = 5\n", "numbr: is not a known key"),
+        ("[demo]\nnumber = 'x'\n", "number: Input should be a valid integer"),
+        ("[demo\n", "not valid TOML"),
+        ("demo = 3\n", r"\[demo\] must be a table"),
+    ],
+)
+def test_config_faults_name_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(Demo, "demo", "", ["--config", str(file)])
+    assert "run.toml" in str(caught.value)
+
+
+def test_missing_config_and_bad_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        parse(Demo, "demo", "", ["--config", "nowhere.toml"])
+    with pytest.raises(SystemExit) as caught:
+        parse(Demo, "demo", "", ["--nmber", "3"])
+    assert caught.value.code == 2
+
+
+def test_json_mode_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    done = headrace("fetch-demo-model", "--json", "--out", str(tmp_path / "full"))
+    assert done.returncode == 2
+    value = json.loads(done.stdout)
+    assert value["ok"] is False and value["error"]["exit_code"] == 2 and "not a model folder" in value["error"]["message"]
+    assert done.stderr.count("\n") == 1
+
+
+def test_output_table_and_say(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json_mode=False).table("T", ["tap", "error"], [["2", "1e-6"], ["final", "2e-6"]])
+    assert "final" in capsys.readouterr().out
+    output = Output(json_mode=True)
+    output.say("hello")
+    output.set(a=1)
+    output.finish()
+    captured = capsys.readouterr()
+    assert captured.err == "hello\n" and json.loads(captured.out) == {"ok": True, "a": 1}
+
+
+def test_main_maps_errors_to_exit_codes(tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert main(["fetch-demo-model", "--config", str(tmp_path / "none.toml")]) == 2
+    assert time.monotonic() - started < 5

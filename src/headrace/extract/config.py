@@ -51,7 +51,7 @@ class ExtractConfig(Section):
     """One split of the rows (train or validation); all when empty."""
     limit: int = Field(0, ge=0)
     """Extract at most so many rows; 0 = all."""
-    only: list[str] = []
+    only: list[str] = Field(default_factory=list)
     """Keys (or unique beginnings of keys) of the only rows to extract."""
     seed: int = 0
     """Seed of the order in which rows are sent."""
@@ -61,11 +61,11 @@ class ExtractConfig(Section):
     # --- the engine ----------------------------------------------------------------------------------------------
     engine: str = "hf"
     """Inference engine: hf, sglang, vllm, fake or an installed plug-in."""
-    url: list[str] = []
+    url: list[str] = Field(default_factory=list)
     """Server URL, for engines that are servers; may be given several times."""
     device: str = ""
     """Device, for engines that run here."""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine: key=value,key=value."""
     skip_preflight: bool = False
     """Start even when the engine's own checks fail."""
@@ -87,7 +87,55 @@ class ExtractConfig(Section):
     """How long to wait for a dead engine to come back before the run stops."""
     stall_minutes: float = Field(60.0, gt=0)
     """An engine that has rows and answers none of them for so long counts as dead."""
-    min_free: ByteSize = Field(ByteSize(2 * GIB), ge=0)
+    min_free: ByteSize = Field(ByteSize(GIB), ge=0)
     """Disk space to leave free: admission pauses below it (plus what is on its way to disk)."""
     pause_minutes: float = Field(60.0, ge=0)
     """How long to wait for disk space before the run stops."""
+
+
+class PlanConfig(Section):
+    """What an extraction will take, before it starts: bytes, shards, memory, hours, and whether it fits (exit code 3 if not)."""
+
+    # --- the data: a row folder, or its summary ----------------------------------------------------------------------
+    rows: CliPositionalArg[Path | None] = None
+    """Row folder made by `headrace prepare`; without one, give num_rows and num_tokens."""
+    num_rows: int = Field(0, ge=0)
+    """Rows, when there is no row folder yet."""
+    num_tokens: int = Field(0, ge=0)
+    """Tokens of all rows, when there is no row folder yet."""
+    max_tokens: int = Field(0, ge=0)
+    """Tokens of the longest row, when there is no row folder yet."""
+
+    # --- the states ----------------------------------------------------------------------------------------------------
+    model: str = ""
+    """Target: a folder with a config.json or a hub id; without one, give num_layers and hidden_size."""
+    revision: str = ""
+    """Hub revision of the target."""
+    num_layers: int = Field(0, ge=0)
+    """Layers of the target, when its config is not at hand."""
+    hidden_size: int = Field(0, ge=0)
+    """Hidden size of the target, when its config is not at hand."""
+    taps: Taps = "eagle3"
+    """Preset (eagle3, dflash, last) or a list such as 2,15,27,final."""
+    dtype: str = ""
+    """dtype of the stored states; the target's own (bfloat16 when not known) when empty."""
+
+    # --- how -------------------------------------------------------------------------------------------------------------
+    out: Path = Path()
+    """Where the store will be."""
+    codec: str = "bf16-planes"
+    """Codec that the verdict is about."""
+    shard_bytes: ByteSize = Field(ByteSize(GIB), gt=0)
+    """Size of a shard file, about."""
+    min_free: ByteSize = Field(ByteSize(GIB), ge=0)
+    """Disk space to leave free."""
+    engine: str = "hf"
+    """Inference engine."""
+    tokens_in_flight: int = Field(65536, ge=1)
+    """Tokens that the engine keeps in flight."""
+    staging: Path = Path("/dev/shm")
+    """Folder through which a server hands over captures; counts only for engines that are servers."""
+    rate: float = Field(0.0, ge=0)
+    """Tokens a second to expect; 0 = as measured."""
+    measured: Path | None = None
+    """A store already extracted on this machine: its rate and its codec's ratio are used."""

@@ -1,0 +1,79 @@
+"""``headrace plan``: what an extraction will take, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.cli.output import Output
+from headrace.errors import PreflightError
+from headrace.extract.config import PlanConfig as Config
+
+if TYPE_CHECKING:
+    from headrace.extract.plan import Plan
+
+__all__ = ["Config", "run"]
+
+
+def run(config: Config, output: Output) -> None:
+    """Print the plan. Raises PreflightError when it does not fit."""
+    from headrace.extract.plan import plan
+
+    result = plan(config)
+    output.set(**result.to_json())
+    _print(result, output)
+    if not result.fits:
+        raise PreflightError(
+            f"does not fit: {'; '.join(result.shortages())}. Free some, choose a smaller codec or fewer taps"
+        )
+    output.say("fits")
+
+
+def _print(plan: Plan, output: Output) -> None:
+    from headrace.extract.disk import gigabytes
+    from headrace.extract.view import duration
+
+    shape = plan.shape
+    output.say(
+        f"{plan.rows:,} captures, {plan.tokens:,} tokens (mean {plan.tokens / plan.rows:,.0f}, longest {plan.longest:,}); "
+        f"taps {', '.join(map(str, shape.taps))}; {shape.hidden_size} × {shape.dtype}: {shape.bytes_per_token:,} bytes a token, "
+        f"{gigabytes(plan.bytes_raw)} raw"
+    )
+    if plan.lengths:
+        share = [f"{b.tokens / plan.tokens:.1%}" for b in plan.lengths]
+        rows = [
+            (f"{b.longest:,}", f"{b.rows:,}", f"{b.tokens:,}", s)
+            for b, s in zip(plan.lengths, share, strict=True)
+        ]
+        output.table("By length", ["up to tokens", "captures", "tokens", "share"], rows)
+    output.table(
+        "Stored",
+        ["codec", "of raw", "bytes", "shards", ""],
+        [
+            (
+                c.codec,
+                f"{c.ratio:.2f}",
+                gigabytes(c.bytes),
+                f"{c.shards:,}",
+                "chosen" if c.codec == plan.codec else "",
+            )
+            for c in plan.codecs
+        ],
+    )
+    places = [
+        (p.what, p.path, gigabytes(p.need), gigabytes(p.free), "yes" if p.fits else "NO") for p in plan.places
+    ]
+    memory_fits = "yes" if plan.memory <= plan.memory_available else "NO"
+    places.append(
+        ("client memory", "", gigabytes(plan.memory), gigabytes(plan.memory_available), memory_fits)
+    )
+    output.table("Room", ["for", "on", "needed", "free", "fits"], places)
+    if plan.hours is None:
+        output.say(
+            "time: give --rate in tokens a second, or --measured with a store extracted on this machine"
+        )
+    else:
+        stored = next(c for c in plan.codecs if c.codec == plan.codec)
+        write = stored.bytes / (plan.hours * 3600)
+        output.say(
+            f"time: {duration(plan.hours * 3600)} at {plan.rate:,.0f} tokens/s; the disk takes {gigabytes(write)}/s"
+        )

@@ -1,0 +1,132 @@
+"""Admission: which row goes to the engine next, and when. Everything behind it is bounded because this is."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from headrace.types import Row
+
+MOMENT = 0.2
+"""Seconds between two looks at whether to stop, while waiting."""
+
+
+def window_size(rows: int) -> int:
+    """Rows sent longest first together: about half a percent of the data, so that every stretch of a run sees all lengths."""
+    return max(64, min(1024, rows // 200))
+
+
+def in_windows(rows: Iterable[Row], window: int, seed: int) -> Iterator[Row]:
+    """``rows`` in random windows, longest first inside each: batches hold little padding, and the ETA sees the same mix throughout.
+
+    A pool of four windows is kept, so data sorted by length is mixed too, at a bounded memory.
+    """
+    rng = random.Random(seed)
+    pool: list[Row] = []
+
+    def take() -> list[Row]:
+        rng.shuffle(pool)
+        chosen = sorted(pool[-window:], key=len, reverse=True)
+        del pool[-window:]
+        return chosen
+
+    for row in rows:
+        pool.append(row)
+        if len(pool) >= 4 * window:
+            yield from take()
+    while pool:
+        yield from take()
+
+
+class Budget:
+    """Tokens between admission and disk, bounded. A row larger than the whole budget passes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._used = 0
+        self._room = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Tokens outstanding."""
+        return self._used
+
+    def take(self, tokens: int) -> bool:
+        """Take ``tokens`` if there is room; never blocks."""
+        with self._room:
+            if self._used and self._used + tokens > self.limit:
+                return False
+            self._used += tokens
+            return True
+
+    def give(self, tokens: int) -> None:
+        """Give ``tokens`` back."""
+        with self._room:
+            self._used -= tokens
+            self._room.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Block until something is given back, at most ``seconds``."""
+        with self._room:
+            self._room.wait(seconds)
+
+
+class RowSource:
+    """Rows with a look at the next one, so that a row is taken only in the moment it is admitted."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.lock = threading.Lock()
+        self._rows = iter(rows)
+        self._next: Row | None = None
+
+    def peek(self) -> Row | None:
+        """The next row, None after the last. Hold :attr:`lock`."""
+        if self._next is None:
+            self._next = next(self._rows, None)
+        return self._next
+
+    def drop(self) -> None:
+        """Go past the row just peeked at. Hold :attr:`lock`."""
+        self._next = None
+
+
+class Feed(Iterator[Row]):
+    """The rows that one ``capture`` call pulls: blocks while the budget is used up or the disk is full, ends when closed.
+
+    After :meth:`close` no row is handed out any more, whoever still pulls: what an abandoned engine thread asks for
+    later stays in the source.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        budget: Budget,
+        may_admit: Callable[[float], bool],
+        admitted: Callable[[Row], None],
+    ) -> None:
+        self._source = source
+        self._budget = budget
+        self._may_admit = may_admit
+        self._admitted = admitted
+        self._closed = False
+
+    def close(self) -> None:
+        """End the input; idempotent, from any thread."""
+        with self._source.lock:
+            self._closed = True
+
+    def __next__(self) -> Row:
+        while not self._closed:
+            if not self._may_admit(MOMENT):
+                continue
+            with self._source.lock:
+                row = None if self._closed else self._source.peek()
+                if row is None:
+                    break
+                if self._budget.take(len(row)):
+                    self._source.drop()
+                    self._admitted(row)
+                    return row
+            self._budget.wait(MOMENT)
+        raise StopIteration

@@ -1,0 +1,235 @@
+"""What an extraction will take, from token counts and the target's shape alone: bytes, shards, memory, hours, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, InputError
+from headrace.extract.config import PlanConfig
+from headrace.extract.disk import space
+from headrace.extract.files import RunFiles
+from headrace.files import read_json
+from headrace.types import DTYPE_BYTES, parse_taps
+
+CODEC_RATIOS = {"raw": 1.0, "bf16-planes": 0.70, "fp8": 0.51}
+"""Stored bytes a raw byte, as measured on real states and rounded up (docs/format.md)."""
+SERVER_ENGINES = ("sglang", "vllm")
+PROCESS_BYTES = 1_500_000_000
+"""Python, torch and the row index, resident."""
+BYTES_A_ROW = 600
+"""Memory for the keys of one row."""
+
+
+def stored_ratio(codec: str) -> float:
+    """Expected stored bytes a raw byte; 1.0 for a codec without a figure."""
+    return CODEC_RATIOS.get(codec, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Rows of similar length."""
+
+    longest: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A file system that the run will fill."""
+
+    what: str
+    path: str
+    need: int
+    free: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is needed is there."""
+        return self.need <= self.free
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSize:
+    """The store under one codec."""
+
+    codec: str
+    ratio: float
+    bytes: int
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The states of one token."""
+
+    taps: tuple[Any, ...]
+    hidden_size: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Raw bytes over all taps."""
+        return len(self.taps) * self.hidden_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The figures; :meth:`to_json` is the command's result."""
+
+    rows: int
+    tokens: int
+    longest: int
+    lengths: list[Bucket]
+    shape: Shape
+    bytes_raw: int
+    codec: str
+    codecs: list[CodecSize]
+    memory: int
+    memory_available: int
+    rate: float
+    places: list[Place]
+
+    @property
+    def hours(self) -> float | None:
+        """At :attr:`rate`; None when no rate is known."""
+        return self.tokens / self.rate / 3600 if self.rate else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every file system and the memory have room."""
+        return all(place.fits for place in self.places) and self.memory <= self.memory_available
+
+    def shortages(self) -> list[str]:
+        """One sentence for each thing that does not fit."""
+        from headrace.extract.disk import gigabytes
+
+        lines = [
+            f"{p.what} needs {gigabytes(p.need)} and {p.path} has {gigabytes(p.free)} free"
+            for p in self.places
+            if not p.fits
+        ]
+        if self.memory > self.memory_available:
+            lines.append(
+                f"the client needs {gigabytes(self.memory)} of memory and {gigabytes(self.memory_available)} are available"
+            )
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        out = asdict(self)
+        out["shape"]["bytes_per_token"] = self.shape.bytes_per_token
+        for place, entry in zip(self.places, out["places"], strict=True):
+            entry["fits"] = place.fits
+        return {**out, "hours": None if self.hours is None else round(self.hours, 2), "fits": self.fits}
+
+
+def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) -> Plan:
+    """Work out the plan. Raises InputError or ConfigError when data or target are not described well enough."""
+    rows, tokens, lengths = _data(config)
+    longest = int(lengths.max()) if lengths is not None and len(lengths) else config.max_tokens
+    shape = _shape(config)
+    rate, ratio = _measured(config)
+    bytes_raw = tokens * shape.bytes_per_token
+    codecs = [
+        _codec_size(
+            codec, ratio if ratio and codec == config.codec else known, bytes_raw, int(config.shard_bytes)
+        )
+        for codec, known in CODEC_RATIOS.items()
+    ]
+    stored = next((c.bytes for c in codecs if c.codec == config.codec), bytes_raw)
+    flying = (config.tokens_in_flight + 2 * longest) * shape.bytes_per_token
+    places = [Place("the store", str(config.out), stored + int(config.min_free), space(config.out).free)]
+    if config.engine in SERVER_ENGINES:
+        places.append(Place("staging", str(config.staging), flying, space(config.staging).free))
+    # Answered captures wait in memory at most as long as the budget lets them; a shard is held once and once encoded.
+    memory = PROCESS_BYTES + rows * BYTES_A_ROW + flying + 2 * int(config.shard_bytes)
+    return Plan(
+        rows=rows,
+        tokens=tokens,
+        longest=longest,
+        lengths=_buckets(lengths) if lengths is not None else [],
+        shape=shape,
+        bytes_raw=bytes_raw,
+        codec=config.codec,
+        codecs=codecs,
+        memory=memory,
+        memory_available=(available_memory or _available_memory)(),
+        rate=config.rate or rate,
+        places=places,
+    )
+
+
+def _data(config: PlanConfig) -> tuple[int, int, np.ndarray | None]:
+    if config.rows is None:
+        if not config.num_rows or not config.num_tokens:
+            raise ConfigError("give a row folder, or --num-rows and --num-tokens of the data to come")
+        return config.num_rows, config.num_tokens, None
+    from headrace.data.rows import RowFolder
+
+    lengths = RowFolder.open(config.rows).lengths()
+    if not len(lengths):
+        raise InputError(f"{config.rows} has no rows; see its dropped.parquet for why")
+    return len(lengths), int(lengths.sum(dtype=np.int64)), lengths
+
+
+def _shape(config: PlanConfig) -> Shape:
+    num_layers, hidden_size, dtype = config.num_layers, config.hidden_size, config.dtype or "bfloat16"
+    if not (num_layers and hidden_size):
+        if not config.model:
+            raise ConfigError("give --model, or --num-layers and --hidden-size of the target")
+        from headrace.target import Target
+
+        target = Target.open(config.model, config.revision)
+        num_layers, hidden_size, dtype = target.num_layers, target.hidden_size, config.dtype or target.dtype
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype {dtype} is not one of {sorted(DTYPE_BYTES)}")
+    if config.codec not in CODEC_RATIOS:
+        raise ConfigError(f"--codec {config.codec} is not one of {sorted(CODEC_RATIOS)}")
+    try:
+        return Shape(parse_taps(config.taps, num_layers), hidden_size, dtype)
+    except ValueError as exc:
+        raise ConfigError(f"--taps {config.taps}: {exc}") from exc
+
+
+def _measured(config: PlanConfig) -> tuple[float, float]:
+    """(tokens a second, stored bytes a raw byte) of an earlier extraction; zeros where it tells none."""
+    if config.measured is None:
+        return 0.0, 0.0
+    sessions = read_json(RunFiles.find(config.measured).manifest)["sessions"]
+    results = [s["result"] for s in sessions if s.get("result", {}).get("tokens")]
+    if not results:
+        raise InputError(
+            f"--measured {config.measured}: no session of that extraction has ended with captures"
+        )
+    last = results[-1]
+    ratio = last["ratio"] if last["codec"] == config.codec else 0.0
+    return float(last["tokens_per_second"]), float(ratio)
+
+
+def _codec_size(codec: str, ratio: float, bytes_raw: int, shard_bytes: int) -> CodecSize:
+    stored = math.ceil(bytes_raw * ratio)
+    return CodecSize(codec, ratio, stored, max(1, math.ceil(stored / shard_bytes)))
+
+
+def _buckets(lengths: np.ndarray) -> list[Bucket]:
+    """Rows and tokens up to each power of two, from 64 on; empty ends are left out."""
+    top = max(6, math.ceil(math.log2(max(2, int(lengths.max())))))
+    edges = [2**n for n in range(6, top + 1)]
+    places = np.searchsorted(edges, lengths)
+    rows = np.bincount(places, minlength=len(edges))
+    tokens = np.bincount(places, weights=lengths.astype(np.float64), minlength=len(edges))
+    buckets = [Bucket(edge, int(r), int(t)) for edge, r, t in zip(edges, rows, tokens, strict=True)]
+    first = next(i for i, bucket in enumerate(buckets) if bucket.rows)
+    return buckets[first:]
+
+
+def _available_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

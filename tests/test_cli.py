@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from headrace import __version__
 from headrace.cli import COMMANDS, main
@@ -19,7 +20,9 @@ from headrace.errors import ConfigError
 
 
 def headrace(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "headrace", *args], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "headrace", *args], capture_output=True, text=True, check=False
+    )
 
 
 def test_version_and_help() -> None:
@@ -42,7 +45,9 @@ def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
     for name in COMMANDS:
         best = 99.0
         for _ in range(3):  # a loaded machine may spoil one try
-            done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", code, name], capture_output=True, text=True, check=False
+            )
             assert "usage: headrace " + name in done.stdout, (name, done.stderr)
             seconds, heavy = done.stdout.rsplit("@", 1)[1].strip().split(" ", 1)
             assert heavy == "[]", (name, heavy)
@@ -64,18 +69,18 @@ class Demo(Section):
     """A number."""
     flag: bool = False
     """A flag."""
-    names: list[str] = []
+    names: list[str] = Field(default_factory=list)
     """Names."""
 
 
 def test_parse_layers_toml_under_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("number = 9\n[demo]\nnumber = 5\nflag = true\n")
+    file.write_text("model = 'm'\n[demo]\nnumber = 5\nflag = true\n")
     assert parse(Demo, "demo", "", []).number == 1
     assert parse(Demo, "demo", "", ["--config", str(file)]) == Demo(number=5, flag=True)
-    assert parse(Demo, "demo", "", ["--config", str(file), "--no-flag", "--names", "a", "--names", "b", "--number=7"]) == Demo(
-        number=7, flag=False, names=["a", "b"]
-    )
+    assert parse(
+        Demo, "demo", "", ["--config", str(file), "--no-flag", "--names", "a", "--names", "b", "--number=7"]
+    ) == Demo(number=7, flag=False, names=["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,26 @@ def test_config_faults_name_file_and_key(tmp_path: Path, text: str, message: str
     assert "run.toml" in str(caught.value)
 
 
+def test_recipe_gives_positionals_and_places(tmp_path: Path) -> None:
+    """One file serves a stage alone as it serves the whole run: same model, same folders; the command line wins."""
+    from headrace.extract.config import ExtractConfig
+
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m"\nfolder = "runs/x"\n[extract]\ntaps = [3, "final"]\n')
+    config = parse(ExtractConfig, "extract", "", ["--config", str(file)])
+    assert (config.rows, config.out, config.model, config.taps) == (
+        Path("runs/x/rows"),
+        Path("runs/x/store"),
+        "m",
+        "3,final",
+    )
+    config = parse(ExtractConfig, "extract", "", ["--config", str(file), "other", "--model", "n"])
+    assert (config.rows, config.out, config.model) == (Path("other"), Path("runs/x/store"), "n")
+    with pytest.raises(SystemExit) as caught:
+        parse(ExtractConfig, "extract", "", ["--model", "m", "--out", "o"])
+    assert caught.value.code == 2, "without a recipe the rows must be named"
+
+
 def test_missing_config_and_bad_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
         parse(Demo, "demo", "", ["--config", "nowhere.toml"])
@@ -109,7 +134,11 @@ def test_json_mode_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixtu
     done = headrace("fetch-demo-model", "--json", "--out", str(tmp_path / "full"))
     assert done.returncode == 2
     value = json.loads(done.stdout)
-    assert value["ok"] is False and value["error"]["exit_code"] == 2 and "not a model folder" in value["error"]["message"]
+    assert (
+        value["ok"] is False
+        and value["error"]["exit_code"] == 2
+        and "not a model folder" in value["error"]["message"]
+    )
     assert done.stderr.count("\n") == 1
 
 

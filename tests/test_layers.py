@@ -17,11 +17,20 @@ from headrace import errors
 ROOT = Path(headrace.__file__).parent
 # Lower may not import higher; equals may, except where FORBIDDEN says no.
 LAYER = {
-    "_version": 0, "errors": 0, "types": 1, "files": 2, "config": 2, "target": 3, "taps": 3, "demo": 3,
+    "_version": 0, "errors": 0, "types": 1, "files": 2, "config": 2, "recipe": 3, "target": 3, "taps": 3, "demo": 3,
     "sglang_plugin": 3, "store": 4, "data": 4, "engines": 4, "extract": 5, "verify": 5, "draft": 6, "evaluate": 7, "monitor": 8,
     "run": 9, "cli": 10, "testing": 11, "__main__": 11, "__init__": 1,
 }  # fmt: skip
-FORBIDDEN = {("engines", "draft"), ("draft", "engines"), ("store", "data"), ("data", "store"), ("engines", "store"), ("store", "engines"), ("engines", "data"), ("data", "engines")}
+FORBIDDEN = {
+    ("engines", "draft"),
+    ("draft", "engines"),
+    ("store", "data"),
+    ("data", "store"),
+    ("engines", "store"),
+    ("store", "engines"),
+    ("engines", "data"),
+    ("data", "engines"),
+}
 
 
 def modules() -> list[Path]:
@@ -76,7 +85,11 @@ def test_no_pickle_no_print_no_bare_except() -> None:
                 node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception",))
             ):
                 wrong.append(f"{path}:{node.lineno}: catches everything")
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "load"
+            ):
                 keywords = {k.arg: k.value for k in node.keywords}
                 if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
                     safe = keywords.get("weights_only")
@@ -105,7 +118,12 @@ def test_public_names_are_sorted_and_real() -> None:
 
 def test_importing_the_package_is_light() -> None:
     code = "import sys, headrace; print([m for m in ('torch', 'transformers', 'pyarrow', 'pydantic') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_package_inits_are_light() -> None:

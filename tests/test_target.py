@@ -22,7 +22,13 @@ def edit(folder: Path, **fields: object) -> None:
 def test_reads_the_real_model(smollm2: Path) -> None:
     target = Target.open(str(smollm2))
     spec = target.spec("eagle3")
-    assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.norm_kind, spec.norm_eps) == (30, 576, "bfloat16", "rms", 1e-5)
+    assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.norm_kind, spec.norm_eps) == (
+        30,
+        576,
+        "bfloat16",
+        "rms",
+        1e-5,
+    )
     assert spec.taps == (2, 15, 27, "final")
     assert spec.tokenizer_hash and spec.template_hash and spec.weights_hash and spec.config_hash
     assert target.head.weight.shape == (49152, 576)
@@ -36,7 +42,9 @@ def test_final_norm_by_hand(tmp_path: Path) -> None:
     for kind, want in (("llama", [2.4, 1.6, 0, 0]), ("gemma", [3.6, 3.2, 0, 0])):
         folder = make_config_only(tmp_path / kind, hidden=4)
         edit(folder, model_type=kind, rms_norm_eps=0.0)
-        save_file({"model.norm.weight": torch.tensor([2.0, 1.0, 1.0, 1.0])}, str(folder / "model.safetensors"))
+        save_file(
+            {"model.norm.weight": torch.tensor([2.0, 1.0, 1.0, 1.0])}, str(folder / "model.safetensors")
+        )
         out = Target.open(str(folder)).final_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]))
         torch.testing.assert_close(out, torch.tensor(want))
 
@@ -44,7 +52,9 @@ def test_final_norm_by_hand(tmp_path: Path) -> None:
 def test_config_hash_ignores_how_it_was_saved(tmp_path: Path) -> None:
     folder = make_config_only(tmp_path / "m")
     before = Target.open(str(folder)).config_hash
-    edit(folder, transformers_version="9.9", _name_or_path="elsewhere", use_cache=False, torch_dtype="float32")
+    edit(
+        folder, transformers_version="9.9", _name_or_path="elsewhere", use_cache=False, torch_dtype="float32"
+    )
     assert Target.open(str(folder)).config_hash == before
     edit(folder, rope_theta=5e5)
     assert Target.open(str(folder)).config_hash != before
@@ -63,7 +73,9 @@ def test_weights_hash_sees_one_changed_weight(tmp_path: Path) -> None:
 
 def test_require_names_the_difference(tiny_llama: Path, config_only: Path) -> None:
     spec = Target.open(str(tiny_llama)).spec("last")
-    with pytest.raises(SpecMismatchError, match="store runs/x was made for another target .*num_layers: 6 != 8"):
+    with pytest.raises(
+        SpecMismatchError, match=r"store runs/x was made for another target .*num_layers: 6 != 8"
+    ):
         Target.open(str(config_only)).require(spec, "store runs/x")
 
 
@@ -76,7 +88,9 @@ def test_tokenizer_fingerprint_sees_shifted_specials(smollm2: Path) -> None:
 
     class Tokenizer:
         def __init__(self, ids: list[int]) -> None:
-            self.added_tokens_decoder = {i: Token(t) for i, t in zip(ids, ("<a>", "<think>", "</think>"), strict=True)}
+            self.added_tokens_decoder = {
+                i: Token(t) for i, t in zip(ids, ("<a>", "<think>", "</think>"), strict=True)
+            }
 
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return list(text.encode())
@@ -84,7 +98,9 @@ def test_tokenizer_fingerprint_sees_shifted_specials(smollm2: Path) -> None:
         def __len__(self) -> int:
             return 104
 
-    assert tokenizer_fingerprint(Tokenizer([100, 101, 103])) != tokenizer_fingerprint(Tokenizer([100, 101, 102]))
+    assert tokenizer_fingerprint(Tokenizer([100, 101, 103])) != tokenizer_fingerprint(
+        Tokenizer([100, 101, 102])
+    )
     real = Target.open(str(smollm2))
     assert real.tokenizer_hash == tokenizer_fingerprint(real.tokenizer)
 
@@ -92,7 +108,9 @@ def test_tokenizer_fingerprint_sees_shifted_specials(smollm2: Path) -> None:
 def test_multimodal_wrapper_uses_its_text_part(tmp_path: Path) -> None:
     folder = make_config_only(tmp_path / "mm")
     text = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 9}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 9}})
+    )
     assert Target.open(str(folder)).hidden_size == 16
 
 
@@ -122,7 +140,12 @@ def test_refusals(tmp_path: Path, config_only: Path) -> None:
 
 
 def test_head_scale_and_softcap() -> None:
-    head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]), bias=torch.tensor([0.0, 1.0, 0.0]), scale=0.5, softcap=2.0)
+    head = Head(
+        torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]),
+        bias=torch.tensor([0.0, 1.0, 0.0]),
+        scale=0.5,
+        softcap=2.0,
+    )
     state = torch.tensor([[1.0, 2.0]])
     raw = torch.tensor([[1.0, 5.0, 9.0]]) * 0.5
     torch.testing.assert_close(head.logits(state), torch.tanh(raw / 2) * 2)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliPositionalArg, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
-from headrace.config import Section, SectionT, explain, read_toml
+from headrace.config import Section, SectionT, explain
 from headrace.errors import ConfigError
+from headrace.recipe import Recipe
+
+_POSITIONAL = get_args(CliPositionalArg)[1]  # the marker that the schema puts on positional fields
 
 
 def parse(model: type[SectionT], command: str, summary: str, args: list[str]) -> SectionT:
@@ -23,15 +27,9 @@ def parse(model: type[SectionT], command: str, summary: str, args: list[str]) ->
     defaults: dict[str, Any] = {}
     where = f"headrace {command}"
     if toml_path is not None:
-        key = command.replace("-", "_")
-        document = read_toml(toml_path)
-        defaults = {k: v for k, v in document.items() if not isinstance(v, dict) and k in model.model_fields}
-        section = document.get(key, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{toml_path}: [{key}] must be a table")
-        defaults.update(section)
-        where = f"{toml_path} [{key}] and the command line"
-    settings = _settings_class(model, command, summary)
+        defaults = Recipe.read(toml_path).defaults(command, set(model.model_fields))
+        where = f"{toml_path} [{command.replace('-', '_')}] and the command line"
+    settings = _settings_class(model, command, summary, defaults)
     try:
         parsed = settings(_cli_parse_args=args, **defaults)
         return model.model_validate({name: getattr(parsed, name) for name in parsed.model_fields_set})
@@ -59,7 +57,7 @@ def _take_config(args: list[str]) -> tuple[list[str], Path | None]:
     return rest, path
 
 
-def _settings_class(model: type[Section], command: str, summary: str) -> type[Any]:
+def _settings_class(model: type[Section], command: str, summary: str, defaults: dict[str, Any]) -> type[Any]:
     """The schema once more, as a class that parses a command line and reads neither environment nor files."""
 
     def sources(
@@ -82,7 +80,15 @@ def _settings_class(model: type[Section], command: str, summary: str) -> type[An
         frozen=True,
         use_attribute_docstrings=True,
     )
-    namespace = {
+    namespace: dict[str, Any] = {"__annotations__": {}}
+    for name, info in model.model_fields.items():
+        # argparse insists on a positional unless the schema has a default for it; the recipe's value becomes one.
+        if name in defaults and _POSITIONAL in info.metadata:
+            optional = copy.copy(info)
+            optional.default = defaults[name]
+            namespace["__annotations__"][name] = Annotated[info.annotation, *info.metadata]
+            namespace[name] = optional
+    namespace |= {
         "__doc__": model.__doc__ or summary,
         "__module__": __name__,
         "model_config": config,

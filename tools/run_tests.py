@@ -1,0 +1,40 @@
+"""Runs every test: the engine environments are built in the background while the tests that need none run in parallel.
+
+Two pytest runs, because the real engines take both cores and much memory: first everything else with two workers, then the
+engine tests one at a time. Exits with the first failure's code after both have run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+ENVIRONMENTS = ("sglang-0.5.23", "vllm-0.32.0", "sglang-0.5.20")
+ENGINES = "sglang or vllm"
+
+
+def main() -> int:
+    """Run all; returns the exit code."""
+    start = time.monotonic()
+    builder = subprocess.Popen(
+        [sys.executable, "-m", "headrace.testing.envs", *ENVIRONMENTS]
+    )
+    codes = [pytest("-n", "2", "--dist", "loadgroup", "-m", f"not ({ENGINES})")]
+    print(f"--- tests without engines: {time.monotonic() - start:.0f} s; waiting for the engine environments", flush=True)
+    if builder.wait() != 0:
+        print("an engine environment could not be built; see its log above", flush=True)
+        return 1
+    print(f"--- engine environments ready after {time.monotonic() - start:.0f} s", flush=True)
+    codes.append(pytest("-m", ENGINES))
+    print(f"--- all tests: {time.monotonic() - start:.0f} s", flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def pytest(*args: str) -> int:
+    """One pytest run in a process of its own, with its slowest tests listed."""
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "--durations=15", *args], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""`headrace evaluate` as a function: every drafter on every prompt set, offline, at a server, or both, and one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace._version import __version__
+from headrace.draft.checkpoint import Draft, load_draft
+from headrace.errors import CorruptError
+from headrace.evaluate.acceptance import Acceptance
+from headrace.evaluate.config import EvaluateConfig
+from headrace.evaluate.offline import Offline, Part, draft_name
+from headrace.evaluate.prompts import PromptSet, read_sets
+from headrace.files import read_json, write_json
+from headrace.target import Target
+from headrace.types import hash_json
+
+Say = Callable[[str], None]
+FORMAT = "headrace-evaluation"
+# Settings that change where a number is written or measured, not the number itself.
+_NOT_MEASURED = {"drafts", "model", "prompts", "out", "limit", "offline", "server", "concurrency"}
+
+
+def evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
+    """Run the evaluation and return its report, which is also ``manifest.json`` in ``config.out``.
+
+    Raises InputError for prompts, ConfigError and SpecMismatchError for drafters that do not fit, and what the engine
+    or the server raises. An output that differs from plain decoding does not raise: see ``output_ok`` in the report.
+    """
+    start = time.perf_counter()
+    sets = read_sets(config.prompts, config.limit)
+    target = Target.open(config.model)
+    dtype = getattr(torch, config.dtype)
+    drafts = {
+        draft_name(path, config.drafts): load_draft(path, target, dtype=dtype) for path in config.drafts
+    }
+    if config.out is not None:
+        (config.out / "parts").mkdir(parents=True, exist_ok=True)
+    report = _header(config, target, sets)
+    report["drafts"] = []
+    bench = _Bench(config, target, say)
+    parts: list[Part] = []
+    for (name, draft), path in zip(drafts.items(), config.drafts, strict=True):
+        parts = [bench.part(draft, name, prompt_set) for prompt_set in sets] if config.offline else []
+        report["drafts"].append(_draft_report(name, path, draft, parts, config))
+    if config.server:
+        from headrace.evaluate.served import measure_server
+
+        report["served"] = measure_server(config, target, sets, report["drafts"][0], parts, say)
+    parts_reports = [p for d in report["drafts"] for p in d["parts"]]
+    report["output_ok"] = not any(p["different"] for p in parts_reports)
+    report["prompts"] = sum(map(len, sets))
+    report["answers"] = sum(p["answers"] for p in parts_reports)
+    report["acceptance_length"] = report["drafts"][0]["all"].get("acceptance_length") or report.get(
+        "served", {}
+    ).get("acceptance_length")
+    report["seconds"] = round(time.perf_counter() - start, 3)
+    if config.out is not None:
+        write_json(config.out / "manifest.json", report)
+    return report
+
+
+class _Bench:
+    """Measures parts, or takes them from an earlier run of the same measurement; loads the target when first needed."""
+
+    def __init__(self, config: EvaluateConfig, target: Target, say: Say) -> None:
+        self._config = config
+        self._target = target
+        self._say = say
+        self._offline: Offline | None = None
+
+    def part(self, draft: Draft, name: str, prompt_set: PromptSet) -> Part:
+        file = self._file(draft, prompt_set)
+        if file is not None and file.is_file():
+            self._say(f"{name}, {prompt_set.name}: measured before, see {file}")
+            return _read_part(file)
+        if self._offline is None:
+            self._say(f"loading {self._target.name}")
+            self._offline = Offline(self._target, self._config)
+        draft.model.to(self._offline.device)
+        part = self._offline.measure(draft, prompt_set, lambda text: self._say(f"{name}, {text}"))
+        if file is not None:
+            write_json(file, dataclasses.asdict(part))
+        return part
+
+    def _file(self, draft: Draft, prompt_set: PromptSet) -> Path | None:
+        if self._config.out is None:
+            return None
+        settings = self._config.model_dump(mode="json", exclude=_NOT_MEASURED)
+        identity = {
+            "settings": settings,
+            "draft": [draft.weights_hash, draft.model.config.model_dump(mode="json")],
+            "prompts": prompt_set.sha,
+            "target": [self._target.config_hash, self._target.weights_hash, self._target.template_hash],
+            "version": [__version__, torch.__version__],
+        }
+        return self._config.out / "parts" / f"{prompt_set.name}-{hash_json(identity)}.json"
+
+
+def _read_part(file: Path) -> Part:
+    try:
+        return Part(**read_json(file))
+    except TypeError as exc:
+        raise CorruptError(
+            f"{file} is not a part of an evaluation ({exc}); delete it and run the command again"
+        ) from exc
+
+
+def _header(config: EvaluateConfig, target: Target, sets: list[PromptSet]) -> dict[str, Any]:
+    import transformers
+
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "headrace": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "out": None if config.out is None else str(config.out),
+        "target": {
+            "name": target.name,
+            "config_hash": target.config_hash,
+            "weights_hash": target.weights_hash,
+        },
+        "settings": config.model_dump(mode="json", exclude={"drafts", "model", "prompts", "out"}),
+        "verify_tokens": config.verify_tokens,
+        "sets": [{"name": s.name, "path": str(s.path), "prompts": len(s), "hash": s.sha} for s in sets],
+    }
+
+
+def _draft_report(
+    name: str, path: Path, draft: Draft, parts: list[Part], config: EvaluateConfig
+) -> dict[str, Any]:
+    steps = config.steps
+    out: dict[str, Any] = {
+        "name": name,
+        "path": str(path),
+        "weights_hash": draft.weights_hash,
+        "taps": list(draft.model.config.taps),
+        "draft_vocab_size": draft.model.config.draft_vocab_size,
+        "parts": [part.summary(steps) for part in parts],
+        "all": {},
+    }
+    if parts:
+        out["all"] = Acceptance.pooled([part.acceptance(steps) for part in parts]).to_dict()
+        out["all"]["answers"] = sum(len(part.records) for part in parts)
+        out["all"]["equal"] = sum(part.matches("equal") for part in parts)
+        seconds, plain = sum(p.seconds for p in parts), sum(p.plain_seconds for p in parts)
+        if seconds and plain:
+            rate = sum(p.tokens for p in parts) / seconds
+            out["all"]["tokens_per_second"] = round(rate, 1)
+            out["all"]["speedup"] = round(rate * plain / sum(p.plain_tokens for p in parts), 3)
+    return out

@@ -17,8 +17,8 @@ import xxhash
 from torch import Tensor
 
 from headrace.config import build
-from headrace.draft.config import DraftConfig
 from headrace.draft.model import Eagle3Draft
+from headrace.draft.shape import DraftConfig
 from headrace.errors import ConfigError, CorruptError, SpecMismatchError, StorageFullError
 from headrace.files import FULL_ERRNOS, fsync_folder, read_json, write_json
 from headrace.target import Target

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headrace.draft.config import DraftConfig
 from headrace.draft.rotary import Rotary, rotate
+from headrace.draft.shape import DraftConfig
 
 
 class RMSNorm(nn.Module):
@@ -26,9 +26,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → [..., size]"""
-        y = x.float()
+        exact = torch.promote_types(x.dtype, torch.float32)
+        y = x.to(exact)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * y).to(x.dtype)
+        return (self.weight.to(exact) * y).to(x.dtype)
 
 
 class SelfAttention(nn.Module):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headrace.draft.config import RopeConfig
+from headrace.draft.shape import RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

@@ -1,0 +1,103 @@
+"""Test-time training: every chain of a pack unrolled over S steps, each step fed the state of the one before, as serving does.
+
+The tokens are the row's own at every step (teacher forcing); only states are fed back. A plain loop over
+:meth:`Eagle3Draft.step` with those tokens gives the same numbers; the tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.draft.attention import Attend, Compiled, make_attend
+from headrace.draft.layout import Layout
+from headrace.draft.model import DraftLayer, Eagle3Draft
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents laid end to end, ready for a step of training. T rows, n taps."""
+
+    ids: Tensor
+    """int64 [T]"""
+    taps: Tensor
+    """[T, n * H], boundaries in the drafter's order."""
+    final: Tensor
+    """[T, H], after the target's final norm."""
+    layout: Layout
+
+    def to(self, device: torch.device | str) -> Pack:
+        """The same on ``device``."""
+        ids, taps, final = (t.to(device, non_blocking=True) for t in (self.ids, self.taps, self.final))
+        return Pack(ids, taps, final, self.layout.to(device))
+
+    def labels_final(self) -> Tensor:
+        """[M, H]: the final state that judges step 0 of each start."""
+        return self.final[self.layout.label_rows]
+
+
+class Unroll:
+    """Runs packs through a drafter. Holds what is compiled, so make one for a whole run."""
+
+    def __init__(self, model: Eagle3Draft, *, attention: str = "eager", compiled: bool = False) -> None:
+        self.model = model
+        self.attention = attention
+        self.compiled = Compiled(compiled) if attention == "flex" or compiled else None
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = (
+            self.compiled.wrap if self.compiled else lambda f: f
+        )
+        self._first, self._next, self._leave = wrap(_first), wrap(_next), wrap(_leave)
+
+    def __call__(self, pack: Pack, steps: int) -> Tensor:
+        """The drafter's normed output at every step of every chain, [S, M, H]: what ``lm_head`` reads."""
+        model, layout = self.model, pack.layout
+        attend: Attend = make_attend(self.attention, layout, self.compiled)
+        embeds = model.embed_tokens(pack.ids[layout.next_rows])
+        queries, keys, values, residual = self._first(
+            model, embeds, pack.taps, layout.positions, layout.starts
+        )
+        out, normed = self._leave(model, attend(queries, keys, values, None), residual)
+        outs = [normed]
+        own: list[tuple[Tensor, Tensor]] = []
+        positions = layout.positions[layout.starts]
+        for step in range(1, steps):
+            embeds = model.embed_tokens(pack.ids[layout.chain_rows(step)])
+            state = normed if model.config.normed_feedback else out
+            queries, key, value, residual = self._next(model, embeds, state, positions + step)
+            own.append((key, value))
+            mine = (torch.stack([k for k, _ in own], 1), torch.stack([v for _, v in own], 1))
+            out, normed = self._leave(model, attend(queries, keys, values, mine), residual)
+            outs.append(normed)
+        return torch.stack(outs)
+
+
+def _first(
+    model: Eagle3Draft, embeds: Tensor, taps: Tensor, positions: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Step 0: keys and values of every row, queries and residual of the starts alone: other rows are only looked at."""
+    layer: DraftLayer = model.layer
+    mixed, residual = layer.mix(embeds, model.fuse(taps))
+    cos, sin = model.rotary(positions)
+    keys, values = layer.self_attn.keys_values(mixed, cos, sin)
+    queries = layer.self_attn.queries(mixed[starts], cos[starts], sin[starts])
+    return queries, keys, values, residual[starts]
+
+
+def _next(
+    model: Eagle3Draft, embeds: Tensor, states: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A later step of every chain: its queries, its own key and value, its residual."""
+    mixed, residual = model.layer.mix(embeds, states)
+    cos, sin = model.rotary(positions)
+    keys, values = model.layer.self_attn.keys_values(mixed, cos, sin)
+    return model.layer.self_attn.queries(mixed, cos, sin), keys, values, residual
+
+
+def _leave(model: Eagle3Draft, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer's output and the same after the last norm."""
+    out = model.layer.finish(attended, residual)
+    return out, model.norm(out)

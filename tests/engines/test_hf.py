@@ -83,6 +83,42 @@ def test_families(family: str, tmp_path: Path) -> None:
             assert row_error(target.head.logits(result.states[n + 1]), logits) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gemma3"])
+def test_packing_equals_padding(family: str, tmp_path: Path) -> None:
+    """Rows laid end to end give the states they have alone: latent attention, experts and sliding windows included."""
+    target = Target.open(str(make_tiny_model(tmp_path / family, family, vocab=512)))
+    spec = target.spec([0, 3, "final"], dtype="float32")
+    rows = mixed_rows(12, 100)
+    results = {}
+    for mode in ("off", "on"):
+        options = {"device": "cpu", "packing": mode, "batch_tokens": 200}
+        with open_engine("hf", target, spec, options) as engine:
+            results[mode] = {c.key: c for c in engine.capture(iter(rows)) if isinstance(c, Capture)}
+    for row in rows:
+        np.testing.assert_array_equal(results["on"][row.key].ids, row.ids)
+        assert row_error(results["on"][row.key].states, results["off"][row.key].states) < 1e-5
+
+
+def test_a_leak_between_packed_documents_is_noticed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If attention crossed the border of two documents, packing must refuse itself."""
+    from headrace.engines import packing
+
+    real = packing.pack
+
+    def leaking(documents: list[torch.Tensor], device: torch.device) -> dict[str, object]:
+        inputs = real(documents, device)
+        return {**inputs, "cu_seq_lens_q": inputs["cu_seq_lens_q"][[0, -1]]}
+
+    monkeypatch.setattr(packing, "pack", leaking)
+    target = Target.open(str(tiny_llama))
+    with pytest.raises(EngineError, match="cannot be packed: packed states differ"):
+        open_engine(
+            "hf", target, target.spec("2,3,final", dtype="float32"), {"device": "cpu", "packing": "on"}
+        )
+
+
 def test_unnormed_final(tiny_llama: Path) -> None:
     target = Target.open(str(tiny_llama))
     with open_engine(

@@ -28,11 +28,7 @@ def _print(result: dict[str, Any], output: Output) -> None:
     account += [(f"skipped: {reason}", count) for reason, count in result["skipped_by_reason"].items()]
     account += [(f"failed: {kind}", count) for kind, count in result["failed_by_kind"].items()]
     account += [("not reached", result["not_reached"])] if result["not_reached"] else []
-    output.table(
-        f"Account of {result['rows']:,} rows",
-        ["rows", "became"],
-        [(f"{n:,}", what.replace("_", " ")) for what, n in account],
-    )
+    output.table("Account", ["rows", "became"], [(f"{n:,}", what.replace("_", " ")) for what, n in account])
     output.say(
         f"{result['out']}: {result['captures']:,} captures, {result['tokens_stored']:,} tokens, "
         f"{gigabytes(result['bytes_raw'])} raw → {gigabytes(result['bytes_stored'])} stored ({result['ratio']:.2f}); "

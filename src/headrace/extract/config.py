@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import CliPositionalArg
@@ -41,21 +41,23 @@ class ExtractConfig(Section):
     """Store the final state after the final norm (what lm_head reads)."""
     codec: str = "bf16-planes"
     """How states are stored: raw, bf16-planes (lossless) or fp8 (lossy)."""
-    shard_bytes: ByteSize = Field(ByteSize(GIB), gt=0)
+    final_positions: Literal["all", "supervised"] = "all"
+    """Keep the final state everywhere, or only where the next token is supervised (all that a loss needs)."""
+    shard_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
     """Size of a shard file, about."""
-    seal_minutes: float = Field(10.0, gt=0)
+    seal_minutes: float = Field(default=10.0, gt=0)
     """A shard is sealed at the latest after so long: the most work that a kill can cost."""
 
     # --- which rows ----------------------------------------------------------------------------------------------
     split: str = ""
     """One split of the rows (train or validation); all when empty."""
-    limit: int = Field(0, ge=0)
+    limit: int = Field(default=0, ge=0)
     """Extract at most so many rows; 0 = all."""
     only: list[str] = Field(default_factory=list)
     """Keys (or unique beginnings of keys) of the only rows to extract."""
     seed: int = 0
     """Seed of the order in which rows are sent."""
-    window: int = Field(0, ge=0)
+    window: int = Field(default=0, ge=0)
     """Rows shuffled together and then sent longest first; 0 = chosen by the size of the data."""
 
     # --- the engine ----------------------------------------------------------------------------------------------
@@ -73,23 +75,23 @@ class ExtractConfig(Section):
     """Continue a store although engine settings (not its name or version) differ from those it was begun with."""
 
     # --- limits --------------------------------------------------------------------------------------------------
-    tokens_in_flight: int = Field(0, ge=0)
+    tokens_in_flight: int = Field(default=0, ge=0)
     """Tokens between admission and disk, at most; 0 = what the engine asks for and the writer needs on top."""
-    tries: int = Field(3, ge=1)
+    tries: int = Field(default=3, ge=1)
     """Tries a row gets before it is set aside."""
     retry_failed: bool = False
     """Also try rows that an earlier run set aside for good."""
-    max_failures_in_a_row: int = Field(50, ge=1)
+    max_failures_in_a_row: int = Field(default=50, ge=1)
     """Stop the run after so many failures with no success between."""
-    max_failed_share: float = Field(0.05, gt=0, le=1)
+    max_failed_share: float = Field(default=0.05, gt=0, le=1)
     """Stop the run when more than this share of at least 200 answers failed."""
-    engine_wait_minutes: float = Field(10.0, ge=0)
+    engine_wait_minutes: float = Field(default=10.0, ge=0)
     """How long to wait for a dead engine to come back before the run stops."""
-    stall_minutes: float = Field(60.0, gt=0)
+    stall_minutes: float = Field(default=60.0, gt=0)
     """An engine that has rows and answers none of them for so long counts as dead."""
-    min_free: ByteSize = Field(ByteSize(GIB), ge=0)
+    min_free: ByteSize = Field(default=ByteSize(GIB), ge=0)
     """Disk space to leave free: admission pauses below it (plus what is on its way to disk)."""
-    pause_minutes: float = Field(60.0, ge=0)
+    pause_minutes: float = Field(default=60.0, ge=0)
     """How long to wait for disk space before the run stops."""
 
 
@@ -99,11 +101,11 @@ class PlanConfig(Section):
     # --- the data: a row folder, or its summary ----------------------------------------------------------------------
     rows: CliPositionalArg[Path | None] = None
     """Row folder made by `headrace prepare`; without one, give num_rows and num_tokens."""
-    num_rows: int = Field(0, ge=0)
+    num_rows: int = Field(default=0, ge=0)
     """Rows, when there is no row folder yet."""
-    num_tokens: int = Field(0, ge=0)
+    num_tokens: int = Field(default=0, ge=0)
     """Tokens of all rows, when there is no row folder yet."""
-    max_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(default=0, ge=0)
     """Tokens of the longest row, when there is no row folder yet."""
 
     # --- the states ----------------------------------------------------------------------------------------------------
@@ -111,9 +113,9 @@ class PlanConfig(Section):
     """Target: a folder with a config.json or a hub id; without one, give num_layers and hidden_size."""
     revision: str = ""
     """Hub revision of the target."""
-    num_layers: int = Field(0, ge=0)
+    num_layers: int = Field(default=0, ge=0)
     """Layers of the target, when its config is not at hand."""
-    hidden_size: int = Field(0, ge=0)
+    hidden_size: int = Field(default=0, ge=0)
     """Hidden size of the target, when its config is not at hand."""
     taps: Taps = "eagle3"
     """Preset (eagle3, dflash, last) or a list such as 2,15,27,final."""
@@ -125,17 +127,17 @@ class PlanConfig(Section):
     """Where the store will be."""
     codec: str = "bf16-planes"
     """Codec that the verdict is about."""
-    shard_bytes: ByteSize = Field(ByteSize(GIB), gt=0)
+    shard_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
     """Size of a shard file, about."""
-    min_free: ByteSize = Field(ByteSize(GIB), ge=0)
+    min_free: ByteSize = Field(default=ByteSize(GIB), ge=0)
     """Disk space to leave free."""
     engine: str = "hf"
     """Inference engine."""
-    tokens_in_flight: int = Field(65536, ge=1)
+    tokens_in_flight: int = Field(default=65536, ge=1)
     """Tokens that the engine keeps in flight."""
     staging: Path = Path("/dev/shm")
     """Folder through which a server hands over captures; counts only for engines that are servers."""
-    rate: float = Field(0.0, ge=0)
+    rate: float = Field(default=0.0, ge=0)
     """Tokens a second to expect; 0 = as measured."""
     measured: Path | None = None
     """A store already extracted on this machine: its rate and its codec's ratio are used."""

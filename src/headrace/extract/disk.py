@@ -31,6 +31,24 @@ def space(path: Path) -> Space:
     return Space(usage.free, usage.total, stat.f_favail if stat.f_files else -1)
 
 
+class FolderSize:
+    """Bytes of the files in a folder whose files never change: each is looked at once, so asking again is cheap."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sizes: dict[str, int] = {}
+
+    def measure(self) -> int:
+        """The sum now; names that begin with a dot are on their way and do not count."""
+        try:
+            with os.scandir(self.folder) as entries:
+                names = {entry.name: entry for entry in entries if not entry.name.startswith(".")}
+        except FileNotFoundError:
+            return 0
+        self._sizes = {name: self._sizes.get(name) or entry.stat().st_size for name, entry in names.items()}
+        return sum(self._sizes.values())
+
+
 class DiskGuard:
     """Holds admission back while free space is below ``min_free`` plus what is on its way to disk."""
 

@@ -94,25 +94,27 @@ def tail_events(path: Path, count: int = 200) -> list[dict[str, Any]]:
     while len(out) < count:
         file = path if number == 0 else rotated(path, number)
         try:
-            lines = _last_lines(file, count - len(out))
+            out = _last_events(file, count - len(out)) + out
         except FileNotFoundError:
             break
-        out = [event for line in lines if (event := _parse(line)) is not None] + out
         number += 1
     return out
 
 
-def _last_lines(file: Path, count: int) -> list[bytes]:
+def _last_events(file: Path, count: int) -> list[dict[str, Any]]:
     with open(file, "rb") as handle:
-        handle.seek(0, os.SEEK_END)
-        place = handle.tell()
+        place = handle.seek(0, os.SEEK_END)
         data = b""
-        while place > 0 and data.count(b"\n") <= count:
-            step = min(1 << 16, place)
+        events: list[dict[str, Any]] = []
+        step = 1 << 16
+        while place > 0 and len(events) < count:
+            step = min(2 * step, place)
             place -= step
             handle.seek(place)
             data = handle.read(step) + data
-    return data.splitlines()[-count:]
+            lines = data.splitlines()[1 if place else 0 :]  # the first line of a block may begin before it
+            events = [event for line in lines if (event := _parse(line)) is not None]
+    return events[-count:]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

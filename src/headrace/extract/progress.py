@@ -38,8 +38,9 @@ class Snapshot:
     eta_seconds: float | None
     """None until there is something to judge by."""
     bytes_raw: int
-    """Of this session's captures, before the codec."""
+    """Of all captures written, before the codec."""
     bytes_stored: int
+    """Of the sealed shards; lags behind by the open one."""
     staging_bytes: int
     disk_free: int
     errors: dict[str, int] = field(default_factory=dict)
@@ -101,11 +102,12 @@ class Progress:
         *,
         rows: int,
         tokens: int,
-        rows_before: int,
-        tokens_before: int,
+        rows_before: int = 0,
+        tokens_before: int = 0,
+        bytes_before: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``rows`` and ``tokens`` are to do; the ``before`` ones were in the store when the session began."""
+        """``rows`` and ``tokens`` are to do; what is named ``before`` was in the store when the session began."""
         self._rows, self._tokens = rows, tokens
         self._rows_before, self._tokens_before = rows_before, tokens_before
         self._clock = clock
@@ -120,7 +122,8 @@ class Progress:
         self._failed: Counter[str] = Counter()
         self._behind = 0
         self._errors: Counter[str] = Counter()
-        self.bytes_raw = 0
+        self.bytes_raw = bytes_before
+        """Raw bytes of everything written so far."""
         self.last_answer = self._start
         """When the engine last answered (or was last given a row while it had none)."""
 
@@ -196,15 +199,16 @@ class Progress:
         return self._done["tokens"]
 
     def eta(self) -> float | None:
-        """Seconds of work left, from the tokens left and the rate over the last third of the session (a minute at least).
+        """Seconds of work left, from the tokens left and the rate over the last half of the session.
 
-        None before two completions. Pauses are left out on both sides.
+        That half is at least ten minutes (shorter stretches are noise) and at most two hours (longer ones hide a lasting
+        change). None before two completions. Pauses are left out on both sides.
         """
         with self._lock:
             return self._eta(self._active())
 
     def _eta(self, now: float) -> float | None:
-        rate = self._meter.rate(now, max(MINUTE, now / 3))
+        rate = self._meter.rate(now, min(max(10 * MINUTE, now / 2), 120 * MINUTE))
         left = self._tokens - self._done["tokens"] - self._failed["tokens"]
         return left / rate if rate > 0 else 0.0 if left <= 0 else None
 

@@ -30,7 +30,7 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.disk import DiskGuard, gigabytes, space
 from headrace.extract.files import RunFiles
 from headrace.extract.journal import Journal
-from headrace.extract.ledger import Account, FailureFile, Selection, select
+from headrace.extract.ledger import ALREADY, Account, FailureFile, Selection, select
 from headrace.extract.lock import RunLock
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.plan import stored_ratio
@@ -38,7 +38,7 @@ from headrace.extract.progress import Progress
 from headrace.extract.stages import Limits
 from headrace.extract.view import make_view
 from headrace.extract.watch import Watch
-from headrace.store import Store, StoreWriter
+from headrace.store import Store, StoreWriter, WriterOptions
 from headrace.target import Target
 from headrace.types import Row
 
@@ -239,21 +239,32 @@ class Extraction:
             self.config.out,
             self.spec,
             codec=self.config.codec,
+            final_positions=self.config.final_positions,
             provenance={"engine": engine_provenance(engine), "headrace": __version__},
-            shard_bytes=int(self.config.shard_bytes),
+            # Zero states are judged here, tap by tap: at boundary 0 they are legitimate.
+            options=WriterOptions(
+                shard_bytes=int(self.config.shard_bytes),
+                shard_seconds=60 * self.config.seal_minutes,
+                allow_zeros=True,
+            ),
         )
         self.stack.callback(writer.close)
+        per_token = self.spec.bytes_per_token
         progress = Progress(
             rows=len(selection.todo),
             tokens=selection.tokens,
-            rows_before=selection.skipped["already_stored"],
+            rows_before=selection.skipped[ALREADY],
             tokens_before=selection.tokens_done,
+            bytes_before=selection.tokens_done * per_token,
         )
-        raw_left = selection.tokens * self.spec.bytes_per_token
+        most = selection.tokens * per_token
+        waiting = 2 * int(self.config.shard_bytes) + writer.options.queue_bytes
 
         def on_its_way() -> int:
-            flying = self.budget.used * self.spec.bytes_per_token + int(self.config.shard_bytes)
-            return min(flying, raw_left - progress.bytes_raw)
+            """Bytes that may still go to disk without another row being admitted; never more than the run has left."""
+            written = progress.bytes_raw - selection.tokens_done * per_token
+            left = most - written + min(waiting, written)
+            return min(self.budget.used * per_token + waiting, left)
 
         guard = DiskGuard(self.config.out, int(self.config.min_free), on_its_way)
         pipeline = Pipeline(
@@ -262,7 +273,7 @@ class Extraction:
         if self.given_engine is None:
             pipeline.reopen = self._reopen
         view = make_view(self.say)
-        watch = Watch(pipeline, writer, journal, view, failures, self.lock)
+        watch = Watch(pipeline, journal, view, failures, self.lock)
         error = self._guarded(pipeline, selection, watch)
         return self._close(pipeline, selection, watch, error)
 
@@ -271,11 +282,7 @@ class Extraction:
         self.say(
             f"extracting {len(selection.todo):,} rows ({selection.tokens:,} tokens) with {pipeline.engine.info.name} "
             f"{pipeline.engine.info.version} into {self.config.out}"
-            + (
-                f"; {selection.skipped['already_stored']:,} are there already"
-                if selection.skipped["already_stored"]
-                else ""
-            )
+            + (f"; {selection.skipped[ALREADY]:,} are there already" if selection.skipped[ALREADY] else "")
         )
         try:
             with graceful_signals(pipeline):
@@ -339,12 +346,10 @@ class Extraction:
             error = IncompleteError(
                 f"{sum(account.failed.values())} rows are set aside from earlier runs (see {failures.path}); --retry-failed tries them again"
             )
-        elif not selection.skipped["already_stored"]:
+        elif not selection.skipped[ALREADY]:
             raise InputError(f"no row of {self.config.rows} is selected: {dict(selection.skipped)}")
         store = Store.open(self.config.out)
-        self.say(
-            f"nothing to do: {selection.skipped['already_stored']:,} rows are in {self.config.out} already"
-        )
+        self.say(f"nothing to do: {selection.skipped[ALREADY]:,} rows are in {self.config.out} already")
         return Outcome(self._result(account, store, tokens=0), error)
 
     def _result(self, account: Account, store: Store, tokens: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ SHARE_AFTER = 200
 class Sink(Protocol):
     """What the last stage writes to; a :class:`headrace.store.StoreWriter` is one."""
 
-    def add(self, row: Row, states: torch.Tensor) -> None:
+    def add(self, row: Row, states: torch.Tensor) -> Any:
         """Take one verified capture; blocks while the disk is behind."""
 
     def seal(self) -> Any:

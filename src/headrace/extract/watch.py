@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from headrace.extract.disk import FolderSize
 from headrace.extract.journal import Journal
 from headrace.extract.ledger import FailedRow, FailureFile
 from headrace.extract.lock import RunLock
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Snapshot
 from headrace.extract.view import View
-from headrace.store import StoreWriter
+from headrace.store.folder import SHARDS
 
 SHOW_SECONDS = 0.25
 PROGRESS_SECONDS = 5.0
@@ -34,15 +35,16 @@ class Watch:
     def __init__(
         self,
         pipeline: Pipeline,
-        writer: StoreWriter,
         journal: Journal,
         view: View,
         failures: FailureFile,
         lock: RunLock,
     ) -> None:
-        self.pipeline, self.writer, self.journal = pipeline, writer, journal
+        self.pipeline, self.journal = pipeline, journal
         self.view, self.failures, self.lock = view, failures, lock
         self._due = dict.fromkeys(("show", "progress", "norms", "beat"), time.monotonic())
+        self._shards = FolderSize(journal.files.store / SHARDS)
+        self._bytes_stored = self._shards.measure()
         self._said = 0
         self._stop_said = False
         pipeline.on_tick = self.tick
@@ -62,6 +64,7 @@ class Watch:
         if self._is_due("show", SHOW_SECONDS):
             self.view.show(self.snapshot())
         if self._is_due("progress", PROGRESS_SECONDS):
+            self._bytes_stored = self._shards.measure()
             self.journal.progress(self.snapshot())
         if self._is_due("norms", NORMS_SECONDS):
             self.journal.norms(self.pipeline.verifier.norms.summary())
@@ -78,13 +81,14 @@ class Watch:
         """The present state."""
         gauges = self.pipeline.engine.gauges()
         return self.pipeline.progress.snapshot(
-            bytes_stored=self.writer.bytes_stored,
+            bytes_stored=self._bytes_stored,
             staging_bytes=int(gauges.get("staging_bytes", 0)),
             disk_free=self.pipeline.guard.last.free,
         )
 
     def last(self) -> Snapshot:
         """The final state, shown and recorded."""
+        self._bytes_stored = self._shards.measure()
         snapshot = self.snapshot()
         self.journal.progress(snapshot)
         self.journal.norms(self.pipeline.verifier.norms.summary())

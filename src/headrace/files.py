@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from headrace.errors import CorruptError, StorageFullError
 
-FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # EFBIG: a limit on file size (ulimit -f)
 
 
 @contextlib.contextmanager

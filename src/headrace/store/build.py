@@ -1,0 +1,226 @@
+"""From captures to one shard in memory: encode each capture on its own, then lay the encoded ones out tap by tap."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from headrace.store.arrays import Bits, tensor_of
+from headrace.store.codecs import Buffer, Codec, fp8_error
+from headrace.store.format import (
+    KEY_BYTES,
+    Array,
+    FinalPositions,
+    Payload,
+    ShardInfo,
+    Tables,
+    build_prefix,
+    pack_mask,
+)
+from headrace.types import FINAL, CaptureSpec, Row, Tap
+
+NORM_STRIDE = 16
+"""Norms are measured at every 16th row: enough to see a wrong layer or norm, and free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """Prefix sharing: the states of the first ``tokens`` tokens are those of the capture ``key``."""
+
+    key: str
+    tokens: int
+
+
+@dataclass
+class TapData:
+    """One tap of one capture, encoded."""
+
+    rows: int
+    buffers: list[Buffer] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    scales: list[Array] = field(default_factory=list)
+    norms: Array = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32 [rows / NORM_STRIDE]"""
+    squares: tuple[float, float] = (0.0, 0.0)
+    """Sums of squared error and of squared true values; zeros for a lossless codec."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One capture, encoded and ready to be laid out."""
+
+    row: Row
+    parent: Parent | None
+    taps: list[TapData]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes plus what its tables take, about."""
+        return sum(sum(tap.sizes) + 24 * len(tap.sizes) for tap in self.taps) + 5 * len(self.row) + 64
+
+
+def kept_positions(mask: Array, tap: Tap, policy: FinalPositions) -> Array | None:
+    """bool [tokens]: where states of ``tap`` are stored, None for everywhere.
+
+    Under ``supervised`` the final state of position p is kept when token p+1 is supervised: it is the teacher's
+    distribution for that token. Test-time-training steps only look at later positions under the same rule.
+    """
+    if tap != FINAL or policy == "all":
+        return None
+    keep = np.zeros(len(mask), bool)
+    keep[:-1] = mask[1:]
+    return keep
+
+
+def encode_capture(
+    row: Row,
+    states: Bits,
+    spec: CaptureSpec,
+    codec: Codec,
+    *,
+    chunk_rows: int,
+    policy: FinalPositions,
+    parent: Parent | None = None,
+) -> Encoded:
+    """Encode ``states`` [taps, tokens - shared, hidden] of ``row``. Pure, runs in any thread."""
+    shared = parent.tokens if parent else 0
+    taps = []
+    for index, tap in enumerate(spec.taps):
+        keep = kept_positions(row.mask, tap, policy)
+        bits = states[index] if keep is None else np.ascontiguousarray(states[index][keep[shared:]])
+        taps.append(_encode_tap(bits, codec, chunk_rows))
+    return Encoded(row, parent, taps)
+
+
+def _encode_tap(bits: Bits, codec: Codec, chunk_rows: int) -> TapData:
+    out = TapData(rows=len(bits))
+    for start in range(0, len(bits), chunk_rows):
+        block = bits[start : start + chunk_rows]
+        buffers, scales = codec.encode(block)
+        digest = xxhash.xxh3_64()
+        for buffer in buffers:
+            digest.update(buffer)
+        out.buffers += buffers
+        out.checksums.append(digest.intdigest())
+        out.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        if scales is not None:
+            out.scales.append(scales)
+            wrong, true = fp8_error(block, buffers[0], scales, codec.dtype)
+            out.squares = (out.squares[0] + wrong, out.squares[1] + true)
+    sample = np.ascontiguousarray(bits[::NORM_STRIDE])
+    out.norms = tensor_of(sample, codec.dtype).double().norm(dim=-1).float().numpy()
+    return out
+
+
+class ShardBuilder:
+    """Collects encoded captures and lays them out as one shard. Not thread-safe; one owner."""
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        codec: Codec,
+        chunk_rows: int,
+        policy: FinalPositions,
+        provenance: dict[str, Any],
+    ) -> None:
+        self.spec = spec
+        self.codec = codec
+        self.chunk_rows = chunk_rows
+        self.policy: FinalPositions = policy
+        self.provenance = provenance
+        self.captures: list[Encoded] = []
+        self.nbytes = 0
+
+    def append(self, capture: Encoded) -> None:
+        """Take one more capture."""
+        self.captures.append(capture)
+        self.nbytes += capture.nbytes
+
+    def layout(self) -> tuple[bytes, Iterator[Buffer]]:
+        """The shard as its prefix and the stream of its payload buffers, in file order."""
+        tables, payloads = self._tables(), {}
+        for index, tap in enumerate(self.spec.taps):
+            size = sum(sum(capture.taps[index].sizes) for capture in self.captures)
+            dtype, shape = self.codec.tensor(int(tables.rows[-1, index]), self.spec.hidden_size, size)
+            payloads[tap] = Payload(dtype, shape, size)
+        info = ShardInfo(
+            spec=self.spec,
+            codec=self.codec.name,
+            chunk_rows=self.chunk_rows,
+            final_positions=self.policy,
+            provenance=self.provenance,
+            stats={str(tap): self._stats(index) for index, tap in enumerate(self.spec.taps)},
+        )
+        buffers = (
+            b
+            for index in range(len(self.spec.taps))
+            for capture in self.captures
+            for b in capture.taps[index].buffers
+        )
+        return build_prefix(info, tables, payloads), buffers
+
+    def _tables(self) -> Tables:
+        rows = [capture.row for capture in self.captures]
+        mask = np.concatenate([row.mask for row in rows])
+        parents = any(capture.parent for capture in self.captures)
+        tables = Tables(
+            keys=np.frombuffer(bytes.fromhex("".join(row.key for row in rows)), np.uint8).reshape(
+                -1, KEY_BYTES
+            ),
+            offsets=_starts([len(row) for row in rows]),
+            rows=np.stack(
+                [_starts([c.taps[i].rows for c in self.captures]) for i in range(len(self.spec.taps))], axis=1
+            ),
+            supervised=np.array([row.supervised for row in rows], "<i4"),
+            ids=np.concatenate([row.ids for row in rows]).astype("<i4", copy=False),
+            mask=np.empty(0, np.uint8),
+            checksums={tap: self._chunks(i, "checksums", "<u8") for i, tap in enumerate(self.spec.taps)},
+            ends={tap: np.cumsum(self._chunks(i, "sizes", "<i8")) for i, tap in enumerate(self.spec.taps)},
+            scales=self._scales() if self.codec.has_scales else {},
+            parents=self._parents() if parents else None,
+            shared=np.array([c.parent.tokens if c.parent else 0 for c in self.captures], "<i4")
+            if parents
+            else None,
+        )
+        before = sum(array.nbytes for name, array in tables.named() if name != "mask")
+        return dataclasses.replace(tables, mask=pack_mask(mask, before))
+
+    def _chunks(self, index: int, name: str, dtype: str) -> Array:
+        return np.array(
+            [value for capture in self.captures for value in getattr(capture.taps[index], name)], dtype
+        )
+
+    def _scales(self) -> dict[Tap, Array]:
+        out: dict[Tap, Array] = {}
+        for index, tap in enumerate(self.spec.taps):
+            parts = [scales for capture in self.captures for scales in capture.taps[index].scales]
+            out[tap] = np.concatenate(parts).astype("<f4", copy=False) if parts else np.empty(0, "<f4")
+        return out
+
+    def _parents(self) -> Array:
+        keys = "".join(c.parent.key if c.parent else "00" * KEY_BYTES for c in self.captures)
+        return np.frombuffer(bytes.fromhex(keys), np.uint8).reshape(-1, KEY_BYTES)
+
+    def _stats(self, index: int) -> dict[str, float]:
+        norms = np.concatenate([capture.taps[index].norms for capture in self.captures]).astype(np.float64)
+        stats: dict[str, float] = {"norm_rows": len(norms)}
+        if len(norms):
+            stats |= {
+                "norm_sum": float(norms.sum()),
+                "norm_min": float(norms.min()),
+                "norm_max": float(norms.max()),
+            }
+        if not self.codec.lossless:
+            stats["error_squares"] = sum(capture.taps[index].squares[0] for capture in self.captures)
+            stats["true_squares"] = sum(capture.taps[index].squares[1] for capture in self.captures)
+        return stats
+
+
+def _starts(sizes: list[int]) -> Array:
+    return np.concatenate([np.zeros(1, "<i8"), np.cumsum(np.array(sizes, "<i8"))])

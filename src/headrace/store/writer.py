@@ -1,0 +1,357 @@
+"""Writing a store: states are checked at the door, encoded in worker threads, and sealed as immutable shards.
+
+Memory stays under about two shards (one being filled, one being written) plus ``queue_bytes`` of states waiting for an
+encoder. Any number of writers, processes and hosts may write to one store at a time: each names its own shards, so there
+are no locks. What is sealed is durable; what is not is simply captured again.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from headrace.config import Section
+from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StorageFullError, StoreError
+from headrace.files import atomic_write
+from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
+from headrace.store.build import Encoded, Parent, ShardBuilder, encode_capture
+from headrace.store.codecs import chunk_rows, default_codec, open_codec
+from headrace.store.dataset import Dataset, create_dataset, read_dataset
+from headrace.store.folder import (
+    DATASET,
+    INDEX,
+    SHARDS,
+    LocalFolder,
+    local_path,
+    new_shard_name,
+    remove_leftovers,
+)
+from headrace.store.format import FinalPositions
+from headrace.store.index import KeySet
+from headrace.store.reader import Store, load_index
+from headrace.types import CaptureSpec, Row
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+STALE_SECONDS = 86_400.0
+"""Age at which a temporary file of an unknown host counts as abandoned."""
+
+
+class WriterOptions(Section):
+    """Limits of a writer; the defaults suit everything but tests."""
+
+    shard_bytes: int = 1 << 30
+    """Encoded bytes at which a shard is sealed. A writer holds about two shards in memory."""
+    shard_captures: int = 65_536
+    """Captures at which a shard is sealed."""
+    shard_seconds: float = 120.0
+    """Age at which a shard is sealed although it is small, so that a kill costs a slow engine at most this much work."""
+    workers: int = 2
+    """Encoder threads."""
+    queue_bytes: int = 256 << 20
+    """States waiting for an encoder at most; ``add`` blocks beyond it."""
+    allow_zeros: bool = False
+    """Accept states that are all zero; otherwise they are taken for a buffer that was never filled."""
+    add_taps: bool = False
+    """Add other taps to the rows of an existing store, instead of refusing them."""
+
+
+class StoreWriter:
+    """Writes captures into a store, making it if it is not there. Use as a context manager; ``add`` may be called by threads.
+
+    Leaving the block seals what was added, also when it is left by an error: finished work is never lost.
+
+    Raises SpecMismatchError when the store exists and holds states of another spec, codec or policy; StoreError when the
+    folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: CaptureSpec,
+        *,
+        codec: str | None = None,
+        final_positions: FinalPositions | None = None,
+        provenance: dict[str, Any] | None = None,
+        shard_bytes: int | None = None,
+        options: WriterOptions | None = None,
+    ) -> None:
+        self.path = local_path(path, "write to")
+        self.options = options or WriterOptions()
+        self.shard_bytes = self.options.shard_bytes if shard_bytes is None else shard_bytes
+        self.spec = spec
+        self.provenance = provenance or {}
+        self._folder = LocalFolder(self.path)
+        self.dataset = self._open(codec, final_positions)
+        self._codec = open_codec(self.dataset.codec, spec.dtype)
+        self._chunk_rows = chunk_rows(spec.hidden_size)
+        self.removed = remove_leftovers(self.path, STALE_SECONDS)
+        self._index = load_index(self._folder, self.dataset)
+        self._check_taps()
+        self._view = Store(self._folder, self.dataset, self._index, spec.taps)
+        self.done = DoneKeys(self._view.key_set)
+        self._lock = threading.RLock()
+        self._open_keys: dict[str, Row] = {}
+        self._pending: collections.deque[tuple[Future[Encoded], int]] = collections.deque()
+        self._queued = 0
+        self._builder = self._new_builder()
+        self._opened_at = time.monotonic()
+        self._sealing: Future[None] | None = None
+        self._sealing_keys: list[str] = []
+        self._sequence = 0
+        self._failed: Exception | None = None
+        self._closed = False
+        self._encoders = ThreadPoolExecutor(self.options.workers, "headrace-encode")
+        self._sealer = ThreadPoolExecutor(1, "headrace-seal")
+
+    def _open(self, codec: str | None, final_positions: FinalPositions | None) -> Dataset:
+        """Make the store or join it; what the caller left open is taken from it."""
+        if codec is not None:
+            open_codec(codec, self.spec.dtype)
+        if not (self.path / DATASET).exists():
+            if self._folder.shard_names():
+                read_dataset(self._folder)
+            fresh = Dataset(
+                spec=self.spec,
+                codec=codec or default_codec(self.spec.dtype),
+                final_positions=final_positions or "all",
+                provenance=self.provenance,
+            )
+            create_dataset(self.path, fresh)
+        found = read_dataset(self._folder)
+        mine = Dataset(
+            spec=self.spec,
+            codec=codec or found.codec,
+            final_positions=final_positions or found.final_positions,
+        )
+        found.require_same(mine, str(self.path), any_taps=self.options.add_taps)
+        if not os.access(self.path / SHARDS, os.W_OK):
+            raise StoreError(
+                f"cannot write to {self.path / SHARDS}; make it writable or choose another folder"
+            )
+        return found
+
+    def _check_taps(self) -> None:
+        mine = set(self.spec.taps)
+        for taps in [self.dataset.spec.taps, *(shard.taps for shard in self._index.shards)]:
+            if mine & set(taps) and tuple(taps) != self.spec.taps:
+                raise SpecMismatchError(
+                    f"{self.path} already has taps {[t for t in taps if t in mine]}; a second pass must bring only new taps (or repeat an "
+                    f"earlier pass exactly: {list(taps)})"
+                )
+
+    # --- adding -------------------------------------------------------------------------------------------------------
+
+    def add(self, row: Row, states: torch.Tensor, *, parent: Parent | None = None) -> bool:
+        """Take the states [taps, tokens, hidden] of ``row``; False when its key is stored or waiting already.
+
+        The tensor is not copied: the caller must not write to it again. With ``parent``, the states are those of the tokens
+        after the shared ones. Blocks while encoders are behind.
+
+        Raises CaptureError, naming tap and position, for a wrong shape, dtype or device, NaN, infinity or an all-zero
+        state; StorageFullError or StoreError when an earlier shard could not be written.
+        """
+        bits = self._admit(row, states, parent)
+        with self._lock:
+            self._require_open()
+            if row.key in self._open_keys or row.key in self.done:
+                return False
+            if parent is not None:
+                self._check_parent(row, parent)
+            if self._sealing is not None and self._sealing.done():
+                self._finish_seal()
+            while self._pending and (
+                self._pending[0][0].done() or self._queued + bits.nbytes > self.options.queue_bytes
+            ):
+                self._collect()
+            if not self._open_keys:
+                self._opened_at = time.monotonic()
+            self._open_keys[row.key] = row
+            future = self._encoders.submit(
+                encode_capture,
+                row,
+                bits,
+                self.spec,
+                self._codec,
+                chunk_rows=self._chunk_rows,
+                policy=self.dataset.final_positions,
+                parent=parent,
+            )
+            self._pending.append((future, bits.nbytes))
+            self._queued += bits.nbytes
+            if time.monotonic() - self._opened_at > self.options.shard_seconds:
+                while self._pending:
+                    self._collect()
+                self._start_seal()
+            return True
+
+    def _admit(self, row: Row, states: torch.Tensor, parent: Parent | None) -> Any:
+        """Refuse at the door what cannot be right."""
+        shape = (len(self.spec.taps), len(row) - (parent.tokens if parent else 0), self.spec.hidden_size)
+        wanted = TORCH_DTYPES[self.spec.dtype]
+        if tuple(states.shape) != shape or states.dtype != wanted or states.device.type != "cpu":
+            raise CaptureError(
+                f"states of row {row.key} are {states.dtype} {list(states.shape)} on {states.device} where the spec says {wanted} "
+                f"{list(shape)} on cpu; the engine's answer does not fit the row"
+            )
+        bits = bits_of(states.contiguous())
+        for index, tap in enumerate(self.spec.taps):
+            bad = first_bad_row(bits[index], self.spec.dtype, zeros=not self.options.allow_zeros)
+            if bad is not None:
+                position = bad[0] + (parent.tokens if parent else 0)
+                raise CaptureError(
+                    f"states of row {row.key} hold {bad[1]} at tap {tap}, position {position}; it was not stored"
+                )
+        return bits
+
+    def _check_parent(self, row: Row, parent: Parent) -> None:
+        if parent.key in self._open_keys:
+            ids = self._open_keys[parent.key].ids
+        elif parent.key in self.done:
+            if parent.key not in self._view:
+                self._view = self._view.refresh()
+            ids = self._view.tokens_of(parent.key)[0]
+        else:
+            raise ConfigError(
+                f"row {row.key} names parent {parent.key}, which is not stored; add the parent first"
+            )
+        shared = parent.tokens
+        if not 0 < shared <= min(len(ids), len(row)) or bool((ids[:shared] != row.ids[:shared]).any()):
+            raise ConfigError(
+                f"row {row.key} does not begin with the first {shared} tokens of its parent {parent.key}"
+            )
+
+    # --- sealing ------------------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Encode and write everything added so far; on return it is durable and in ``done``. Raises StorageFullError."""
+        with self._lock:
+            self._require_open()
+            while self._pending:
+                self._collect()
+            self._start_seal()
+            self._finish_seal()
+
+    def _collect(self) -> None:
+        """Move the oldest capture in the queue into the shard being filled; seal it when it is full."""
+        future, nbytes = self._pending.popleft()
+        self._queued -= nbytes
+        encoded = future.result()
+        full = (
+            self._builder.nbytes + encoded.nbytes > self.shard_bytes
+            or len(self._builder.captures) >= self.options.shard_captures
+        )
+        if full and self._builder.captures:
+            self._start_seal()
+        self._builder.append(encoded)
+
+    def _start_seal(self) -> None:
+        self._finish_seal()
+        if not self._builder.captures:
+            return
+        builder, self._builder = self._builder, self._new_builder()
+        self._sealing_keys = [capture.row.key for capture in builder.captures]
+        self._sequence += 1
+        self._opened_at = time.monotonic()
+        self._sealing = self._sealer.submit(_write_shard, self.path, new_shard_name(self._sequence), builder)
+
+    def _finish_seal(self) -> None:
+        """Wait for the shard being written and enter it in ``done``."""
+        if self._sealing is None:
+            return
+        try:
+            self._sealing.result()
+        except (OSError, StoreError) as exc:
+            self._failed = exc
+            raise
+        self._sealing = None
+        for key in self._sealing_keys:
+            del self._open_keys[key]
+        self.done.update(self._sealing_keys)
+
+    def _new_builder(self) -> ShardBuilder:
+        return ShardBuilder(
+            self.spec, self._codec, self._chunk_rows, self.dataset.final_positions, self.provenance
+        )
+
+    # --- closing ------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
+            raise StoreError(f"the writer of {self.path} is closed; open a new one")
+
+    def close(self) -> None:
+        """Seal, write the index, stop the threads; idempotent. Raises StorageFullError when sealing fails."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                if self._failed is None:
+                    self.seal()
+                    write_index(self.path, self.dataset)
+            finally:
+                self._closed = True
+                self._encoders.shutdown(wait=True, cancel_futures=True)
+                self._sealer.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class DoneKeys(Set[str]):
+    """Keys whose captures are sealed. Grows as shards are sealed; 16 bytes a key, plus a small set of the newest."""
+
+    def __init__(self, keys: KeySet) -> None:
+        self._keys = keys
+        self._recent: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._recent)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._recent or key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._keys
+        yield from self._recent
+
+    def update(self, keys: list[str]) -> None:
+        """Add keys."""
+        self._recent.update(keys)
+        if len(self._recent) > 65_536:
+            self._keys, self._recent = self._keys.plus(sorted(self._recent)), set()
+
+
+def write_index(path: Path, dataset: Dataset) -> None:
+    """Bring ``index.parquet`` up to date. It is derived: when there is no room for it, the store stays whole without it."""
+    data = load_index(LocalFolder(path), dataset).to_parquet()
+    try:
+        with atomic_write(path / INDEX) as file:
+            file.write(data)
+    except StorageFullError as exc:
+        log.warning("the index of %s was not written (%s); it is made again when there is room", path, exc)
+
+
+def _write_shard(path: Path, name: str, builder: ShardBuilder) -> None:
+    prefix, buffers = builder.layout()
+    with atomic_write(path / SHARDS / name) as file:
+        file.write(prefix)
+        for buffer in buffers:
+            file.write(memoryview(buffer))

@@ -17,11 +17,12 @@ ENGINES = "sglang or vllm"
 def main() -> int:
     """Run all; returns the exit code."""
     start = time.monotonic()
-    builder = subprocess.Popen(
-        [sys.executable, "-m", "headrace.testing.envs", *ENVIRONMENTS]
-    )
+    builder = subprocess.Popen([sys.executable, "-m", "headrace.testing.envs", *ENVIRONMENTS])
     codes = [pytest("-n", "2", "--dist", "loadgroup", "-m", f"not ({ENGINES})")]
-    print(f"--- tests without engines: {time.monotonic() - start:.0f} s; waiting for the engine environments", flush=True)
+    print(
+        f"--- tests without engines: {time.monotonic() - start:.0f} s; waiting for the engine environments",
+        flush=True,
+    )
     if builder.wait() != 0:
         print("an engine environment could not be built; see its log above", flush=True)
         return 1
@@ -33,7 +34,9 @@ def main() -> int:
 
 def pytest(*args: str) -> int:
     """One pytest run in a process of its own, with its slowest tests listed."""
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "--durations=15", *args], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--durations=15", *args], check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -95,3 +95,35 @@ def greedy_plain(model: nn.Module, prompt: list[int], *, max_new: int, stop: fro
         pad_token_id=0,
     )
     return [int(t) for t in out[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def tree_paths(
+    model: nn.Module, layers: int, draft: Eagle3Draft, ids: list[int], depth: int, topk: int, nodes: int
+) -> set[tuple[int, ...]]:
+    """Token paths of EAGLE-2's tree after ``ids``: every path's states are computed from nothing.
+
+    Level by level the best ``topk`` nodes are expanded into their best ``topk`` children; the best ``nodes`` of all are kept.
+    """
+    taps = target_forward(model, layers, draft.config.taps, ids)[1][:-1]
+    scores: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path in frontier:
+            best = path_logits(draft, ids, taps, path).double().log_softmax(-1).topk(topk)
+            for gain, token in zip(best.values.tolist(), draft.to_target(best.indices).tolist(), strict=True):
+                level[(*path, token)] = scores.get(path, 0.0) + gain
+        scores |= level
+        frontier = sorted(level, key=lambda p: -level[p])[:topk]
+    return set(sorted(scores, key=lambda p: (-scores[p], len(p)))[:nodes])
+
+
+def path_logits(draft: Eagle3Draft, ids: list[int], taps: Tensor, path: tuple[int, ...]) -> Tensor:
+    """The drafter's logits after ``path``, a branch below the last of ``ids``."""
+    states, tokens = draft.fuse(taps), ids[1:]
+    state, logits = draft_forward(draft, tokens, states)
+    for token in path:
+        tokens, states = [*tokens, token], torch.cat([states, state[None]])
+        state, logits = draft_forward(draft, tokens, states)
+    return logits

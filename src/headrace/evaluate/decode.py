@@ -48,6 +48,7 @@ class Answer:
         return False
 
 
+@torch.inference_mode()
 def speculate(
     verifier: Verifier,
     drafter: Drafter,
@@ -83,6 +84,7 @@ def speculate(
     return answers
 
 
+@torch.inference_mode()
 def decode_plainly(
     verifier: Verifier, prompts: Sequence[Sequence[int]], rule: Rule, limits: Limits
 ) -> list[Answer]:

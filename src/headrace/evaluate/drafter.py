@@ -33,7 +33,6 @@ class Drafter:
         self.logits = torch.zeros(0, 0, device=self.device)
         self._cache = DraftCache.allocate(model, 0, 1)
 
-    @torch.inference_mode()
     def begin(self, prompts: Sequence[Sequence[int]], roots: Tensor, states: Tensor, room: int) -> None:
         """Run all rows of B prompts. ``states`` [T, B, longest, H] are left-padded taps, ``roots`` [B] the first new tokens."""
         capacity = max(map(len, prompts)) + room
@@ -43,7 +42,6 @@ class Drafter:
         self.lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         self._certain(tokens.to(self.device), places.to(self.device), states)
 
-    @torch.inference_mode()
     def extend(self, tokens: Tensor, states: Tensor, counts: Tensor) -> None:
         """Run the rows that a verification made certain.
 
@@ -59,7 +57,6 @@ class Drafter:
         self.lengths = self.lengths + counts
         self._certain(tokens.gather(1, index), places, picked)
 
-    @torch.inference_mode()
     def draft(
         self, tokens: Tensor, states: Tensor, depth: int, first: int, ancestors: Tensor
     ) -> tuple[Tensor, Tensor]:

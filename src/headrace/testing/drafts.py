@@ -1,0 +1,104 @@
+"""Drafters for tests: fitted in seconds to what a target says to a few prompts, so that acceptance is neither none nor total."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.draft.config import DraftConfig
+from headrace.draft.data import Document, Shape, make_pack
+from headrace.draft.model import Eagle3Draft
+from headrace.draft.objective import Objective
+from headrace.draft.teacher import Teacher
+from headrace.draft.ttt import Pack, Unroll
+from headrace.evaluate.decode import Limits, decode_plainly
+from headrace.evaluate.sampling import Greedy
+from headrace.evaluate.verifier import Verifier
+from headrace.taps import ResidualTaps
+from headrace.target import Target
+from headrace.types import FINAL, Tap
+
+
+def fit_draft(
+    target: Target,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    taps: tuple[int, ...],
+    draft_vocab: int = 0,
+    new_tokens: int = 48,
+    rounds: int = 60,
+    steps: int = 3,
+    seed: int = 0,
+    **changes: Any,
+) -> Eagle3Draft:
+    """Train a drafter on the greedy answers of ``model`` (the loaded target) to ``prompts``, all in one pack, ``rounds`` times.
+
+    Its norm weights start scattered around 1: a norm left out or doubled in serving must show. ``draft_vocab`` 0 means the
+    full vocabulary; ``changes`` are fields of :class:`DraftConfig`.
+    """
+    answers = decode_plainly(
+        Verifier(model, target.num_layers, ()), prompts, Greedy(), Limits(new_tokens, frozenset())
+    )
+    rows = [([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
+    pack = make_pack([_document(model, target, ids, start, taps) for ids, start in rows], Shape())
+    torch.manual_seed(seed)
+    draft = new_draft(target, taps, _frequent(rows, draft_vocab, target.vocab_size), **changes)
+    _train(draft, target, pack, rounds, steps)
+    return draft.eval().requires_grad_(False)
+
+
+def new_draft(target: Target, taps: tuple[int, ...], ids: torch.Tensor, **changes: Any) -> Eagle3Draft:
+    """An untrained drafter whose head and embedding are the target's; ``ids`` are the target tokens it can propose."""
+    config = DraftConfig.for_target(target, taps, len(ids), **changes)
+    draft = Eagle3Draft(config)
+    with torch.no_grad():
+        draft.embed_tokens.weight.copy_(target.embedding)
+        draft.lm_head.weight.copy_(target.head.weight[ids])
+        draft.d2t.copy_(ids - torch.arange(len(ids)))
+        draft.t2d.zero_()[ids] = True
+        for name, parameter in draft.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.6, 1.4)
+    return draft
+
+
+def _train(draft: Eagle3Draft, target: Target, pack: Pack, rounds: int, steps: int) -> None:
+    ids = draft.to_target(torch.arange(draft.config.draft_vocab_size))
+    # Answers are greedy, so the teacher is sharpened towards its best token.
+    teacher = Teacher(target.head, ids, temperature=0.5).to("cpu", torch.float32)
+    objective = Objective(teacher, "kl", (1.0,) * steps)
+    unroll = Unroll(draft)
+    draft.lm_head.weight.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(rounds):
+        outcome = objective(unroll(pack, steps), draft.lm_head.weight, pack.labels_final(), pack.layout.room)
+        optimizer.zero_grad()
+        outcome.loss.backward()
+        optimizer.step()
+
+
+def _document(
+    model: nn.Module, target: Target, ids: list[int], start: int, taps: tuple[int, ...]
+) -> Document:
+    wanted: tuple[Tap, ...] = (*taps, FINAL)
+    with torch.inference_mode(), ResidualTaps(model, target.num_layers, wanted) as seen:
+        model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+    states = torch.stack([seen.states[tap][0] for tap in wanted]).float().clone()
+    return Document(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start, states)
+
+
+def _frequent(rows: list[tuple[list[int], int]], size: int, vocab: int) -> torch.Tensor:
+    """The ``size`` tokens the answers hold most, ascending; unused ids fill up what is missing."""
+    if not size or size == vocab:
+        return torch.arange(vocab)
+    counts = Counter(token for ids, start in rows for token in ids[start:])
+    order = [token for token, _ in counts.most_common(size)]
+    unused = (token for token in range(vocab) if token not in counts)
+    order += [next(unused) for _ in range(size - len(order))]
+    return torch.tensor(sorted(order))

@@ -34,6 +34,8 @@ class VerifyConfig(Section):
     """How sure to be that a fault in at least ``fault_share`` of the captures is seen; with it sets the sample's size."""
     fault_share: float = Field(0.01, gt=0, le=1)
     """The smallest share of faulty captures that the sample is sized to find."""
+    missing_share: float = Field(0.0, ge=0, le=1)
+    """The largest share of rows without a capture that is accepted."""
     budget_tokens: int = Field(0, ge=0)
     """Most tokens to re-extract in this run; 0 = no limit. A later run goes on."""
     budget_minutes: float = Field(0.0, ge=0)

@@ -1,0 +1,170 @@
+"""The verification itself: structure, scan, sample, meaning, diagnosis, verdict; each step goes on where an earlier run stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.data.rows import RowFolder
+from headrace.files import write_json
+from headrace.store import Store
+from headrace.target import Target
+from headrace.types import Row, hash_json
+from headrace.verify import meaning
+from headrace.verify.config import VerifyConfig
+from headrace.verify.diagnose import Diagnoser
+from headrace.verify.elsewhere import Elsewhere
+from headrace.verify.explain import faults_of
+from headrace.verify.faults import Fault
+from headrace.verify.journal import Journal
+from headrace.verify.problem import Finding
+from headrace.verify.reference import Reference
+from headrace.verify.report import build_report
+from headrace.verify.sample import sample_size, spread
+from headrace.verify.sampler import Sampler
+from headrace.verify.scan import scan_store
+from headrace.verify.session import Clock, Say, Session
+from headrace.verify.structure import check_structure
+
+DIAGNOSED = 12  # captures explained in one run; a fault that needs more to be named is several faults
+NEAREST_CHECKED = 3  # sound captures whose taps are compared with their neighbours
+MOST_SUSPECTS = 64  # suspects put before the random sample
+
+
+def verify(config: VerifyConfig, say: Say | None = None) -> dict[str, Any]:
+    """Verify a store and return the report: ``verify_ok`` is the verdict, ``faults`` what is wrong, by name.
+
+    Raises InputError or ConfigError when store, rows or target cannot be opened, EngineError when the reference fails.
+    A store that is wrong raises nothing: the verdict says so.
+    """
+    session = Session(
+        config=config,
+        say=say or (lambda _text: None),
+        store=Store.open(config.store),
+        target=Target.open(config.model, config.revision),
+        rows=None if config.rows is None else RowFolder.open(config.rows),
+        clock=Clock(config.budget_minutes, config.budget_tokens),
+    )
+    out = config.out or Path(f"{config.store}.verify")
+    return Verification(session, out).run()
+
+
+class Verification:
+    """One run of :func:`verify`; the steps are called in order by :meth:`run`."""
+
+    def __init__(self, session: Session, out: Path) -> None:
+        self.session = session
+        self.out = out
+        self.journal = Journal.open(out, self._identity())
+
+    def run(self) -> dict[str, Any]:
+        """All steps. Returns the report, which is written to the output folder too."""
+        session = self.session
+        structure = check_structure(session, self.journal)
+        faults = list(structure.faults)
+        planned: list[str] = []
+        sampler: Sampler | None = None
+        if structure.can_compare:
+            suspects, broken = scan_store(session, self.journal)
+            faults += broken
+            planned = self.plan(suspects)
+            spec = session.spec
+            options = session.config.engine_options
+            with Reference.open(session.config.engine, session.target, spec, options) as reference:
+                sampler = Sampler(session, reference, self.journal)
+                session.say(
+                    f"re-extracting {len(planned):,} of {len(session.store):,} captures with {reference.engine.info.name}"
+                )
+                sampler.run(planned)
+                faults += self.explain(sampler, planned)
+                faults += meaning.judge(sampler.meaning)
+        report = build_report(session, self.journal, structure, sampler, planned, faults)
+        write_json(self.out / "report.json", report)
+        return report
+
+    def plan(self, suspects: dict[str, str]) -> list[str]:
+        """Keys to re-extract: suspects, then a random sample spread over the shards."""
+        session = self.session
+        shards = session.shards()
+        readable = {key for keys in shards.values() for key in keys}
+        size = sample_size(len(readable), session.config.confidence, session.config.fault_share)
+        first = [key for key in suspects if key in readable][:MOST_SUSPECTS]
+        drawn = spread(shards, session.config.seed)[:size]
+        return list(dict.fromkeys([*first, *drawn]))
+
+    def explain(self, sampler: Sampler, planned: list[str]) -> list[Fault]:
+        """Diagnose captures beyond the tolerance, and check that sound ones are nearest to what the spec claims."""
+        failed = [key for key in planned if key in self.journal.records and self.journal.records[key].failed]
+        sound = [
+            key for key in planned if key in self.journal.records and not self.journal.records[key].failed
+        ]
+        if not failed and not sound:
+            return []
+        elsewhere = Elsewhere(sampler.reference, sampler.pool, self.session.neighbours)
+        diagnoser = Diagnoser(sampler.reference, sampler.tolerance, elsewhere)
+        findings = [f for key in self._worth_diagnosing(failed) for f in self._findings(diagnoser, key)]
+        for key in list(dict.fromkeys(f.other for f in findings if f.other in failed)):
+            if all(f.key != key for f in findings):  # whether two captures hold each other's states
+                findings += self._findings(diagnoser, key)
+        faults = faults_of(findings, self.session.spec, len(failed), len(failed) + len(sound))
+        if failed and not findings:
+            faults.append(
+                Fault(
+                    "unexplained",
+                    "captures beyond the tolerance came out right when re-extracted alone",
+                    len(failed),
+                )
+            )
+        return faults + self._nearest(diagnoser, sound, bool(failed))
+
+    def _nearest(self, diagnoser: Diagnoser, sound: list[str], failed: bool) -> list[Fault]:
+        """A tap within the tolerance that another boundary fits clearly better, in every capture looked at, is a fault."""
+        long_first = sorted(
+            sound[: 8 * NEAREST_CHECKED], key=lambda key: -min(64, self.journal.records[key].tokens)
+        )
+        looked = long_first[:NEAREST_CHECKED]
+        by_pattern: dict[str, list[Finding]] = {}
+        for key in looked:
+            for finding in diagnoser.nearest_is_claimed(*self._capture(key)):
+                by_pattern.setdefault(finding.detail, []).append(finding)
+        everywhere = [f for found in by_pattern.values() if len(found) == len(looked) for f in found]
+        return faults_of(everywhere, self.session.spec, 0, len(sound)) if everywhere and not failed else []
+
+    def _capture(self, key: str) -> tuple[Row, torch.Tensor, np.ndarray]:
+        return self.session.row(key), self.session.stored(key).states, self.session.kept(key)
+
+    def _findings(self, diagnoser: Diagnoser, key: str) -> list[Finding]:
+        self.session.say(f"diagnosing capture {key}")
+        return diagnoser.diagnose(*self._capture(key))
+
+    def _worth_diagnosing(self, failed: list[str]) -> list[str]:
+        """At most DIAGNOSED captures: of each pattern of failing taps some, whole and partial failures apart."""
+        patterns: dict[tuple[str, ...], list[str]] = {}
+        for key in failed:
+            record = self.journal.records[key]
+            name = tuple(
+                f"{tap}{'' if e.bad < record.tokens else '*'}" for tap, e in record.taps.items() if e.bad
+            )
+            patterns.setdefault(name, []).append(key)
+        chosen: list[str] = []
+        while len(chosen) < min(DIAGNOSED, len(failed)):
+            for keys in patterns.values():
+                if keys and len(chosen) < DIAGNOSED:
+                    chosen.append(keys.pop(0))
+        return chosen
+
+    def _identity(self) -> dict[str, Any]:
+        """What a journal must agree on to be continued."""
+        session, config = self.session, self.session.config
+        reference = hash_json([config.engine, config.engine_options, session.target.weights_hash])
+        return {
+            "spec": hash_json(session.spec.to_dict()),
+            "captures": len(session.store),
+            "keys": hash_json(session.store.keys()),
+            "reference": reference,
+            "seed": config.seed,
+            "tolerance": config.tolerance,
+        }

@@ -1,0 +1,188 @@
+"""One reading of every state without running the target: what is surely broken, and what looks odd enough to be re-extracted first.
+
+A sample finds faults that are common; this finds rare ones. Nothing is rejected here on suspicion: a suspect is only moved to
+the front of the sample, where the reference decides. Non-finite and all-zero states need no reference.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from headrace.target import Target
+from headrace.types import FINAL, Capture, CaptureSpec
+from headrace.verify.faults import Fault
+from headrace.verify.journal import Journal
+from headrace.verify.measure import Noise, Tolerance, token_errors
+from headrace.verify.session import Session
+
+RIVALS = 64  # random tokens that the true next token must beat
+PREFIXES = (0, 3, 15, 63)  # tokens at which captures with equal beginnings are compared
+MOST_PREFIXES = 50_000
+REPEATED = 2  # equal states at different tokens before a capture is odd
+
+
+@dataclass
+class Scan:
+    """Feed captures with :meth:`look`; read :attr:`broken` and :meth:`suspects` at the end."""
+
+    target: Target
+    spec: CaptureSpec
+    tolerance: Tolerance
+    seed: int = 0
+    tokens: int = 0
+    captures: int = 0
+    broken: dict[str, str] = field(default_factory=dict)
+    """Captures with non-finite or zero states: key → fault code."""
+    odd: dict[str, str] = field(default_factory=dict)
+    """Captures that contradict themselves or another: key → reason."""
+    _beaten: dict[str, float] = field(default_factory=dict)
+    _seen: dict[bytes, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+    def look(self, capture: Capture, kept: np.ndarray) -> None:
+        """Look at one capture; ``kept`` (bool [taps, tokens]) tells the states that the store holds."""
+        self.captures += 1
+        self.tokens += len(capture.ids)
+        there = torch.from_numpy(kept)
+        states = capture.states
+        if not bool(torch.isfinite(states).all(dim=-1)[there].all()):
+            self.broken[capture.key] = "non-finite"
+            return
+        if bool((states == 0).all(dim=-1)[there].any()):
+            self.broken[capture.key] = "zero-rows"
+            return
+        final = there[self.spec.tap_index(FINAL)] if FINAL in self.spec.taps else None
+        reason = self._repeats(capture, there[0])
+        if final is not None and bool(final.any()):
+            reason = reason or self._norm(capture, final)
+            self._likelihood(capture, final)
+        if reason:
+            self.odd[capture.key] = reason
+        self._prefixes(capture)
+
+    def suspects(self) -> dict[str, str]:
+        """Odd captures with the reason, those that are implausible among their peers included."""
+        found = dict(self.odd)
+        if len(self._beaten) >= 8:
+            values = np.array(list(self._beaten.values()))
+            middle = float(np.median(values))
+            spread = max(float(np.median(np.abs(values - middle))), 0.01)
+            for key, value in self._beaten.items():
+                if value < middle - max(6 * spread, 0.1):
+                    found.setdefault(
+                        key,
+                        f"next tokens are likely in {value:.0%} of places, {middle:.0%} in the usual capture",
+                    )
+        return found
+
+    def _repeats(self, capture: Capture, there: torch.Tensor) -> str:
+        """Equal states at tokens with different ids: rows written twice."""
+        tap = max(
+            range(len(self.spec.taps)),
+            key=lambda k: -1 if self.spec.taps[k] == FINAL else int(self.spec.taps[k]),
+        )
+        raw = capture.states[tap].contiguous().view(torch.uint8).numpy()
+        hashes = np.fromiter((xxhash.xxh3_64_intdigest(row) for row in raw), dtype=np.uint64, count=len(raw))
+        order = np.argsort(hashes, kind="stable")
+        same = hashes[order][1:] == hashes[order][:-1]
+        differ = capture.ids[order][1:] != capture.ids[order][:-1]
+        count = int((same & differ).sum())
+        return f"{count} states repeat that of another token" if count >= REPEATED else ""
+
+    def _norm(self, capture: Capture, there: torch.Tensor) -> str:
+        """A normed final state, divided by the norm's weight, has a mean square of 1."""
+        spec = self.spec
+        if not spec.final_normed or spec.norm_kind == "layernorm":
+            return ""
+        weight = self.target.final_norm(torch.ones(spec.hidden_size))
+        usable = weight.abs() > 0.05 * weight.abs().median()
+        unit = capture.states[spec.tap_index(FINAL)][there].float()[:, usable] / weight[usable]
+        square = float(unit.pow(2).mean(-1).median())
+        return "" if 0.5 < square < 2.0 else f"the final state is not normed (mean square {square:.3g})"
+
+    def _prefixes(self, capture: Capture) -> None:
+        """Captures that begin with the same tokens must hold the same states there."""
+        for last in PREFIXES:
+            if last >= len(capture.ids) or len(self._seen) >= MOST_PREFIXES:
+                return
+            begin = xxhash.xxh3_128_digest(np.ascontiguousarray(capture.ids[: last + 1]).tobytes())
+            states = capture.states[:, last].clone()
+            key, other = self._seen.setdefault(begin, (capture.key, states))
+            whole = torch.isfinite(states).all(dim=-1) & torch.isfinite(other).all(dim=-1)
+            if not bool(whole.any()):
+                continue
+            if (
+                float(token_errors(states[whole][:, None], other[whole][:, None]).relative.max())
+                > self.tolerance.token
+            ):
+                reason = f"token {last} differs from that of a capture with the same beginning"
+                self.odd.setdefault(capture.key, reason)
+                self.odd.setdefault(key, reason)
+
+    def _likelihood(self, capture: Capture, there: torch.Tensor) -> None:
+        """In how many places the row's next token beats random tokens under ``lm_head``: low in captures of other rows."""
+        if int(there[:-1].sum()) < 8:
+            return
+        final = capture.states[self.spec.tap_index(FINAL)][:-1][there[:-1]]
+        if not self.spec.final_normed:
+            final = self.target.final_norm(final)
+        head = self.target.head
+        rng = np.random.default_rng(self.seed)
+        rivals = torch.from_numpy(rng.integers(0, head.weight.shape[0], RIVALS))
+        scores = head.logits(final, rivals)
+        next_ids = torch.from_numpy(capture.ids[1:].astype(np.int64))[there[:-1]]
+        own = (final.float() * head.weight[next_ids].float()).sum(-1) * head.scale
+        if head.bias is not None:
+            own = own + head.bias[next_ids].float()
+        if head.softcap is not None:
+            own = torch.tanh(own / head.softcap) * head.softcap
+        self._beaten[capture.key] = float((own[:, None] > scores).float().mean())
+
+
+def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list[Fault]]:
+    """Scan the shards not scanned yet, in seeded order, until half of the time budget is gone.
+
+    Returns the suspects (key → reason), those of earlier runs included, and the faults that are sure.
+    """
+    suspects: dict[str, str] = dict(journal.state["suspects"])
+    broken: dict[str, str] = dict(journal.state["broken"])
+    if session.config.scan:
+        tolerance = Tolerance.derive(
+            session.spec, session.store.codec, Noise.of([], []), session.config.tolerance
+        )
+        scan = Scan(session.target, session.spec, tolerance, session.config.seed)
+        scanned: list[str] = list(journal.state["scanned"])
+        shards = {name: keys for name, keys in session.shards().items() if name not in scanned}
+        total, start = sum(map(len, shards.values())), time.monotonic()
+        for name in np.random.default_rng(session.config.seed).permutation(sorted(shards)).tolist():
+            if session.clock.half_over:
+                break
+            for key in shards[name]:
+                scan.look(session.stored(key), session.kept(key))
+                session.progress("reading", scan.captures, total, scan.tokens, start)
+            scanned.append(name)
+        suspects.update(scan.suspects())
+        broken.update(scan.broken)
+        journal.save(scanned=scanned, suspects=suspects, broken=broken)
+    return suspects, _sure(broken)
+
+
+def _sure(broken: dict[str, str]) -> list[Fault]:
+    """Faults that need no reference."""
+    what = {"non-finite": "NaN or infinity", "zero-rows": "states that are all zeros"}
+    faults = []
+    for code in sorted(set(broken.values())):
+        keys = [key for key, found in broken.items() if found == code]
+        faults.append(
+            Fault(
+                code,
+                f"{len(keys)} captures hold {what[code]}, {keys[0]} is the first",
+                len(keys),
+                tuple(keys[:5]),
+            )
+        )
+    return faults

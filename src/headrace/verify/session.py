@@ -1,0 +1,126 @@
+"""What every step of one verification shares: the store, the rows, the target, the budgets, and a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.data.rows import RowFolder
+from headrace.store import Store
+from headrace.target import Target
+from headrace.types import FINAL, Capture, CaptureSpec, Row
+from headrace.verify.config import VerifyConfig
+
+Say = Callable[[str], None]
+NEIGHBOURS = 8  # captures on either side
+EVERY = 5.0  # seconds between progress lines
+
+
+class Clock:
+    """Time and token budgets of one run."""
+
+    def __init__(self, minutes: float = 0.0, tokens: int = 0) -> None:
+        self.start = time.monotonic()
+        self._minutes = minutes
+        self._tokens = tokens
+        self.spent = 0
+        """Tokens re-extracted so far."""
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self.start
+
+    @property
+    def half_over(self) -> bool:
+        """Half of the time is gone: reading stops, so that re-extraction has the other half."""
+        return bool(self._minutes) and self.seconds >= 30 * self._minutes
+
+    @property
+    def over(self) -> bool:
+        """A budget is used up: nothing more is re-extracted."""
+        late = bool(self._minutes) and self.seconds >= 60 * self._minutes
+        return late or (bool(self._tokens) and self.spent >= self._tokens)
+
+
+@dataclass
+class Session:
+    """One run of ``verify``."""
+
+    config: VerifyConfig
+    say: Say
+    store: Store
+    target: Target
+    rows: RowFolder | None
+    clock: Clock
+    unreadable: set[str] = field(default_factory=set)
+    """Captures whose bytes are damaged: they are faults already and cannot be compared."""
+    _last: float = field(default_factory=time.monotonic)
+    _mates: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The store's spec."""
+        return self.store.spec
+
+    def shards(self) -> dict[str, list[str]]:
+        """Readable captures by shard, in stored order."""
+        found: dict[str, list[str]] = {}
+        for key in self.store:
+            if key not in self.unreadable:
+                found.setdefault(str(self.store.entry(key).shard), []).append(key)
+        return found
+
+    def row(self, key: str) -> Row:
+        """The row of a capture, from the rows if they have it, else as the store holds it."""
+        if self.rows is not None and key in self.rows:
+            return self.rows.get(key)
+        return Row(*self.store.tokens_of(key), key)
+
+    def stored(self, key: str) -> Capture:
+        """The capture itself; final states that the store leaves out (:meth:`kept`) are NaN."""
+        return self.store.get(key, missing="nan")
+
+    def kept(self, key: str) -> np.ndarray:
+        """bool [taps, tokens]: the states that the store keeps (all, unless it leaves out final states without a target)."""
+        tokens = self.store.entry(key).tokens
+        kept = np.ones((len(self.spec.taps), tokens), dtype=bool)
+        if FINAL in self.spec.taps and self.store.final_positions != "all":
+            kept[self.spec.tap_index(FINAL)] = self.store.final_kept(key)
+        return kept
+
+    def neighbours(self, key: str) -> list[Row]:
+        """Rows of the captures stored beside this one: what was in flight with it."""
+        shard = self.store.entry(key).shard
+        mates = self._mates.setdefault(
+            shard, sorted(self.shards().get(shard, []), key=lambda k: self.store.entry(k).slot)
+        )
+        place = mates.index(key)
+        near = mates[max(0, place - NEIGHBOURS) : place] + mates[place + 1 : place + 1 + NEIGHBOURS]
+        return [self.row(other) for other in near]
+
+    def progress_bytes(self, what: str, done: int, total: int, since: float) -> None:
+        """The same for files."""
+        now = time.monotonic()
+        if now - self._last < EVERY:
+            return
+        self._last = now
+        rate = done / max(1e-3, now - since)
+        self.say(
+            f"{what}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB, {rate / 1e9:.2f} GB/s, {(total - done) / max(1.0, rate):,.0f} s left"
+        )
+
+    def progress(self, what: str, done: int, total: int, tokens: int, since: float) -> None:
+        """One line at most every few seconds: how far, how fast, how long still."""
+        now = time.monotonic()
+        if now - self._last < EVERY or done >= total:
+            return
+        self._last = now
+        seconds = max(1e-3, now - since)
+        left = seconds / max(1, done) * (total - done)
+        self.say(
+            f"{what}: {done:,} of {total:,} captures, {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left"
+        )

@@ -14,20 +14,18 @@ import threading
 import time
 from collections.abc import Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.config import Section
-from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StorageFullError, StoreError
-from headrace.files import atomic_write
+from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
 from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.store.build import Encoded, Parent, ShardBuilder, encode_capture
+from headrace.store.check import check_store
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
 from headrace.store.folder import (
     DATASET,
-    INDEX,
     SHARDS,
     LocalFolder,
     local_path,
@@ -36,15 +34,15 @@ from headrace.store.folder import (
 )
 from headrace.store.format import FinalPositions
 from headrace.store.index import KeySet
+from headrace.store.publish import write_index, write_shard
 from headrace.store.reader import Store, load_index
+from headrace.store.repair import STALE_SECONDS, RepairReport, mend
 from headrace.types import CaptureSpec, Row
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-STALE_SECONDS = 86_400.0
-"""Age at which a temporary file of an unknown host counts as abandoned."""
 
 
 class WriterOptions(Section):
@@ -62,6 +60,9 @@ class WriterOptions(Section):
     """States waiting for an encoder at most; ``add`` blocks beyond it."""
     allow_zeros: bool = False
     """Accept states that are all zero; otherwise they are taken for a buffer that was never filled."""
+    trust_bytes: int = 2 << 30
+    """Payload checked when an existing store is opened: all of a smaller store, a random sample of a larger one. What is
+    broken is set aside and captured again."""
     add_taps: bool = False
     """Add other taps to the rows of an existing store, instead of refusing them."""
 
@@ -96,6 +97,7 @@ class StoreWriter:
         self._codec = open_codec(self.dataset.codec, spec.dtype)
         self._chunk_rows = chunk_rows(spec.hidden_size)
         self.removed = remove_leftovers(self.path, STALE_SECONDS)
+        self.repaired = self._drop_broken()
         self._index = load_index(self._folder, self.dataset)
         self._check_taps()
         self._view = Store(self._folder, self.dataset, self._index, spec.taps)
@@ -140,6 +142,19 @@ class StoreWriter:
                 f"cannot write to {self.path / SHARDS}; make it writable or choose another folder"
             )
         return found
+
+    def _drop_broken(self) -> RepairReport | None:
+        """Check what is there, all of it or a sample, and take out what is broken; None when nothing was."""
+        checked = check_store(self._folder, sample_bytes=self.options.trust_bytes, keys=False)
+        broken = [problem for problem in checked.problems if problem.kind not in ("duplicate", "index")]
+        if not broken:
+            return None
+        for problem in broken:
+            log.warning("%s", problem.message)
+        report = RepairReport(checked)
+        mend(self.path, self.dataset, broken, report)
+        log.warning("%s: %d captures were broken and will be captured again", self.path, len(report.dropped))
+        return report
 
     def _check_taps(self) -> None:
         mine = set(self.spec.taps)
@@ -263,7 +278,7 @@ class StoreWriter:
         self._sealing_keys = [capture.row.key for capture in builder.captures]
         self._sequence += 1
         self._opened_at = time.monotonic()
-        self._sealing = self._sealer.submit(_write_shard, self.path, new_shard_name(self._sequence), builder)
+        self._sealing = self._sealer.submit(write_shard, self.path, new_shard_name(self._sequence), builder)
 
     def _finish_seal(self) -> None:
         """Wait for the shard being written and enter it in ``done``."""
@@ -337,21 +352,3 @@ class DoneKeys(Set[str]):
         self._recent.update(keys)
         if len(self._recent) > 65_536:
             self._keys, self._recent = self._keys.plus(sorted(self._recent)), set()
-
-
-def write_index(path: Path, dataset: Dataset) -> None:
-    """Bring ``index.parquet`` up to date. It is derived: when there is no room for it, the store stays whole without it."""
-    data = load_index(LocalFolder(path), dataset).to_parquet()
-    try:
-        with atomic_write(path / INDEX) as file:
-            file.write(data)
-    except StorageFullError as exc:
-        log.warning("the index of %s was not written (%s); it is made again when there is room", path, exc)
-
-
-def _write_shard(path: Path, name: str, builder: ShardBuilder) -> None:
-    prefix, buffers = builder.layout()
-    with atomic_write(path / SHARDS / name) as file:
-        file.write(prefix)
-        for buffer in buffers:
-            file.write(memoryview(buffer))

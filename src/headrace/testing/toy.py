@@ -2,7 +2,8 @@
 
 Specials, one token each: ``<s>`` ``<|h|>`` ``<|e|>`` ``<think>`` ``</think>``; the role word right after ``<|h|>`` is
 one token; every other character is one token. A message renders as ``<|h|>ROLE\\nCONTENT<|e|>\\n`` (5 + content
-tokens), the generation prompt is ``<|h|>assistant\\n`` (3 tokens). The class is duck-typed like a transformers
+tokens), the generation prompt is ``<|h|>assistant\\n`` (3 tokens). So that a header can be told from content that looks
+like one, templates write an invisible separator (U+2063) before the role word; it is part of the role's token. The class is duck-typed like a transformers
 tokenizer, down to ``added_tokens_decoder`` and the keyword arguments of ``apply_chat_template``.
 """
 
@@ -18,9 +19,10 @@ from typing import Any
 SPECIALS = ("<s>", "<|h|>", "<|e|>", "<think>", "</think>")
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "observation")
 FIRST_CHARACTER = 16
+SEPARATOR = "\u2063"
 
-_HEAD = "<|h|>{{ m.role }}\n"
-_GENERATE = "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+_HEAD = "<|h|>\u2063{{ m.role }}\n"
+_GENERATE = "{% if add_generation_prompt %}<|h|>\u2063assistant\n{% endif %}"
 
 PLAIN = "{% for m in messages %}" + _HEAD + "{{ m.content }}<|e|>\n{% endfor %}" + _GENERATE
 """Content as it is; no reasoning, no tools."""
@@ -45,15 +47,15 @@ _SPLIT_REASONING = """
 
 THINKING = (
     _SPLIT_REASONING
-    + "<|h|>{{ m.role }}{{ '\n' }}{%- if reasoning and loop.index0 > ns.last -%}<think>{{ reasoning }}</think>{%- endif -%}"
-    + "{{ content }}<|e|>{{ '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}<|h|>assistant{{ '\n' }}{%- endif -%}"
+    + "<|h|>\u2063{{ m.role }}{{ '\n' }}{%- if reasoning and loop.index0 > ns.last -%}<think>{{ reasoning }}</think>{%- endif -%}"
+    + "{{ content }}<|e|>{{ '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}<|h|>\u2063assistant{{ '\n' }}{%- endif -%}"
 )
 """Reasoning from ``reasoning_content`` or inline; dropped from every turn before the last user turn."""
 
 EMPTY_THINK = (
     _SPLIT_REASONING
-    + "<|h|>{{ m.role }}{{ '\n' }}{%- if m.role == 'assistant' -%}<think>{{ reasoning }}</think>{%- endif -%}"
-    + "{{ content }}<|e|>{{ '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}<|h|>assistant{{ '\n' }}{%- endif -%}"
+    + "<|h|>\u2063{{ m.role }}{{ '\n' }}{%- if m.role == 'assistant' -%}<think>{{ reasoning }}</think>{%- endif -%}"
+    + "{{ content }}<|e|>{{ '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}<|h|>\u2063assistant{{ '\n' }}{%- endif -%}"
 )
 """Puts an empty think block before an answer that has no reasoning."""
 
@@ -67,7 +69,7 @@ STRICT = (
 """Raises unless user and assistant alternate, user first."""
 
 TOOLS = (
-    "{% if tools %}<|h|>system\n{{ tools | tojson }}<|e|>\n{% endif %}"
+    "{% if tools %}<|h|>\u2063system\n{{ tools | tojson }}<|e|>\n{% endif %}"
     "{% for m in messages %}"
     + _HEAD
     + "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}({{ c.function.arguments | tojson }})]{% endfor %}"
@@ -75,7 +77,7 @@ TOOLS = (
 )
 """Tool definitions first, calls after the content."""
 
-DATED = "<|h|>system\n{{ strftime_now('%d %b %Y') }}<|e|>\n" + PLAIN
+DATED = "<|h|>\u2063system\n{{ strftime_now('%d %b %Y') }}<|e|>\n" + PLAIN
 """Prints today's date, as Llama-3 and Harmony templates do."""
 
 SHOUTING = "{% for m in messages %}" + _HEAD + "{{ m.content | trim | upper }}<|e|>\n{% endfor %}" + _GENERATE
@@ -105,7 +107,7 @@ class ToyTokenizer:
         self.chat_template = chat_template
         self.added_tokens_decoder = {i: ToyToken(text) for i, text in enumerate(SPECIALS)}
         self._pieces = re.compile("|".join(re.escape(s) for s in SPECIALS))
-        self._role = re.compile("(" + "|".join(ROLES) + r")(?=\n)")
+        self._role = re.compile(SEPARATOR + "(" + "|".join(ROLES) + r")(?=\n)")
 
     def __len__(self) -> int:
         return FIRST_CHARACTER + 0x110000
@@ -118,7 +120,9 @@ class ToyTokenizer:
     def special_tokens_map(self) -> dict[str, str]:
         return {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
 
-    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
         """Token ids of ``text``. Raises UnicodeEncodeError for a lone surrogate, as real tokenizers do."""
         text.encode("utf-8")
         ids: list[int] = [self.bos_token_id] if add_special_tokens else []
@@ -130,7 +134,7 @@ class ToyTokenizer:
                 ids.append(SPECIALS.index(special.group()))
                 place = special.end()
             elif role:
-                ids.append(len(SPECIALS) + ROLES.index(role.group()))
+                ids.append(len(SPECIALS) + ROLES.index(role.group(1)))
                 place = role.end()
             else:
                 ids.append(FIRST_CHARACTER + ord(text[place]))
@@ -139,7 +143,7 @@ class ToyTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``."""
-        names = [*SPECIALS, *ROLES]
+        names = [*SPECIALS, *(SEPARATOR + role for role in ROLES)]
         parts = []
         for i in ids:
             if i < len(SPECIALS) and skip_special_tokens:
@@ -162,7 +166,9 @@ class ToyTokenizer:
     ) -> Any:
         """Rendered text, or its ids when ``tokenize``. Raises jinja2.TemplateError when the template refuses."""
         names = {**self.special_tokens_map, "add_generation_prompt": add_generation_prompt, **kwargs}
-        text = _environment().from_string(self.chat_template).render(messages=conversation, tools=tools, **names)
+        text = (
+            _environment().from_string(self.chat_template).render(messages=conversation, tools=tools, **names)
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 

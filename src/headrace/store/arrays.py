@@ -54,13 +54,17 @@ def magnitudes(bits: Bits, dtype: str) -> Bits:
     return out
 
 
-def first_bad_row(bits: Bits, dtype: str, *, zeros: bool) -> tuple[int, str] | None:
-    """First row of ``bits`` [rows, hidden] that cannot be a state: NaN or infinity, or (if ``zeros``) all zero."""
+def first_bad_row(bits: Bits, dtype: str, must_differ: Bits | None = None) -> tuple[int, str] | None:
+    """First row of ``bits`` [rows, hidden] that cannot be a state, and what it holds: NaN, an infinity, or only zeros.
+
+    Zeros count as bad only where ``must_differ`` (bool [rows]) says so.
+    """
     top = magnitudes(bits, dtype)
     bad = top >= _INFINITY[dtype]
     if bad.any():
         row = int(bad.argmax())
         return row, "NaN" if int(top[row]) > _INFINITY[dtype] else "an infinity"
-    if zeros and not top.all():
-        return int((top == 0).argmax()), "only zeros"
+    if must_differ is not None and not top.all():
+        zero = (top == 0) & must_differ
+        return (int(zero.argmax()), "only zeros") if zero.any() else None
     return None

@@ -150,8 +150,9 @@ class Store:
 
     @property
     def bytes_stored(self) -> int:
-        """Bytes of the shard files, tables included."""
-        return sum(shard.bytes for shard in self.index.shards)
+        """Bytes of the shard files that hold taps of ``spec``, tables included."""
+        mine = set(self.spec.taps)
+        return sum(shard.bytes for shard in self.index.shards if mine & set(shard.taps))
 
     def entry(self, key: str) -> Entry:
         """Where a capture is and how long. Raises KeyError."""
@@ -265,6 +266,20 @@ class Store:
         out[wanted] = rows
 
     # --- finding ------------------------------------------------------------------------------------------------------
+
+    def key_at(self, row: int) -> str:
+        """Key of a row of the index."""
+        return keys_of(self.index.hi[row : row + 1], self.index.lo[row : row + 1])[0]
+
+    def place(self, key: str, tap: Tap) -> tuple[Shard, int]:
+        """The open shard and the slot that hold a capture at a tap. Raises KeyError."""
+        row = self._row_with(key, tap)
+        return self._shard(row), int(self.index.slot[row])
+
+    def parent(self, key: str) -> tuple[str, int] | None:
+        """Key of a capture's parent and how many first tokens take their states from it; None without one."""
+        shard, slot = self.place(key, self.spec.taps[0])
+        return shard.parent(slot)
 
     def _find(self, key: str) -> range:
         rows = self.index.find(key)

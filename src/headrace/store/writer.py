@@ -17,10 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from headrace.config import Section
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
 from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
-from headrace.store.build import Encoded, Parent, ShardBuilder, encode_capture
+from headrace.store.build import Encoded, Parent, ShardBuilder, encode_capture, kept_positions
 from headrace.store.check import check_store
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
@@ -37,7 +39,7 @@ from headrace.store.index import KeySet
 from headrace.store.publish import write_index, write_shard
 from headrace.store.reader import Store, load_index
 from headrace.store.repair import STALE_SECONDS, RepairReport, mend
-from headrace.types import CaptureSpec, Row
+from headrace.types import CaptureSpec, Row, row_key
 
 if TYPE_CHECKING:
     import torch
@@ -178,20 +180,8 @@ class StoreWriter:
         """
         bits = self._admit(row, states, parent)
         with self._lock:
-            self._require_open()
-            if row.key in self._open_keys or row.key in self.done:
+            if not self._make_room(row, parent, bits.nbytes):
                 return False
-            if parent is not None:
-                self._check_parent(row, parent)
-            if self._sealing is not None and self._sealing.done():
-                self._finish_seal()
-            while self._pending and (
-                self._pending[0][0].done() or self._queued + bits.nbytes > self.options.queue_bytes
-            ):
-                self._collect()
-            if not self._open_keys:
-                self._opened_at = time.monotonic()
-            self._open_keys[row.key] = row
             future = self._encoders.submit(
                 encode_capture,
                 row,
@@ -202,16 +192,50 @@ class StoreWriter:
                 policy=self.dataset.final_positions,
                 parent=parent,
             )
-            self._pending.append((future, bits.nbytes))
-            self._queued += bits.nbytes
-            if time.monotonic() - self._opened_at > self.options.shard_seconds:
-                while self._pending:
-                    self._collect()
-                self._start_seal()
+            self._enqueue(row, future, bits.nbytes)
             return True
+
+    def add_encoded(self, capture: Encoded) -> bool:
+        """Take a capture that another shard of the same spec, codec and policy holds, as it is encoded there."""
+        with self._lock:
+            if not self._make_room(capture.row, capture.parent, 0):
+                return False
+            future: Future[Encoded] = Future()
+            future.set_result(capture)
+            self._enqueue(capture.row, future, 0)
+            return True
+
+    def _make_room(self, row: Row, parent: Parent | None, nbytes: int) -> bool:
+        """Wait until the queue can take ``nbytes`` more; False when the row is here already."""
+        self._require_open()
+        if row.key in self._open_keys or row.key in self.done:
+            return False
+        if parent is not None:
+            self._check_parent(row, parent)
+        if self._sealing is not None and self._sealing.done():
+            self._finish_seal()
+        limit = self.options.queue_bytes - nbytes
+        while self._pending and (self._pending[0][0].done() or self._queued > limit):
+            self._collect()
+        return True
+
+    def _enqueue(self, row: Row, future: Future[Encoded], nbytes: int) -> None:
+        if not self._open_keys:
+            self._opened_at = time.monotonic()
+        self._open_keys[row.key] = row
+        self._pending.append((future, nbytes))
+        self._queued += nbytes
+        if time.monotonic() - self._opened_at > self.options.shard_seconds:
+            while self._pending:
+                self._collect()
+            self._start_seal()
 
     def _admit(self, row: Row, states: torch.Tensor, parent: Parent | None) -> Any:
         """Refuse at the door what cannot be right."""
+        if row_key(row.ids, row.mask) != row.key:
+            raise CaptureError(
+                f"key {row.key} is not the hash of its row's ids and mask; make rows with Row.make"
+            )
         shape = (len(self.spec.taps), len(row) - (parent.tokens if parent else 0), self.spec.hidden_size)
         wanted = TORCH_DTYPES[self.spec.dtype]
         if tuple(states.shape) != shape or states.dtype != wanted or states.device.type != "cpu":
@@ -220,12 +244,15 @@ class StoreWriter:
                 f"{list(shape)} on cpu; the engine's answer does not fit the row"
             )
         bits = bits_of(states.contiguous())
+        shared = len(row) - shape[1]
         for index, tap in enumerate(self.spec.taps):
-            bad = first_bad_row(bits[index], self.spec.dtype, zeros=not self.options.allow_zeros)
+            keep = kept_positions(row.mask, tap, self.dataset.final_positions)
+            keep = np.ones(shape[1], bool) if keep is None else keep[shared:]
+            bad = first_bad_row(bits[index], self.spec.dtype, None if self.options.allow_zeros else keep)
             if bad is not None:
-                position = bad[0] + (parent.tokens if parent else 0)
+                position = shared + bad[0]
                 raise CaptureError(
-                    f"states of row {row.key} hold {bad[1]} at tap {tap}, position {position}; it was not stored"
+                    f"states of row {row.key} hold {bad[1]} at tap {tap}, position {position}; they were not stored"
                 )
         return bits
 

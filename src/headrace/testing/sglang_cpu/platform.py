@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
 
 
 def activate() -> str:
@@ -26,7 +26,6 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """No CUDA graphs, and sampling in torch."""
@@ -78,6 +77,12 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available)
 
+    def set_device(self, device: Any) -> None:
+        """There is one."""
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
     def empty_cache(self) -> None:
         gc.collect()
 
@@ -86,3 +91,29 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
 
     def supports_speculative_draft_attention_backend(self, algorithm: Any, backend: Any) -> bool:
         return True
+
+    # --- asked by releases up to 0.5.22, which leave these to the platform ----------------------------------------
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool  # type: ignore[no-any-return]
+
+    def get_mla_kv_pool_cls(self) -> Any:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        def pool(*args: Any, index_head_dim: int | None = None, **kwargs: Any) -> Any:
+            return MLATokenToKVPool(*args, **kwargs)
+
+        return pool
+
+    def get_paged_allocator_cls(self) -> Any:
+        """Pages of one token: torch_native knows no others."""
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+
+        def allocator(size: int, *, page_size: int, **kwargs: Any) -> Any:
+            if page_size != 1:
+                raise ValueError(f"the CPU platform for tests has pages of one token, not {page_size}")
+            return TokenToKVPoolAllocator(size, **kwargs)
+
+        return allocator

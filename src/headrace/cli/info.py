@@ -19,15 +19,17 @@ def run(config: Config, output: Output) -> None:
     output.set(**info)
     spec = info["spec"]
     output.table(config.store, ["", ""], _facts(info, spec))
-    lossy = any(tap["relative_error"] for tap in info["taps"].values())
+    lossy = any(tap["relative_error_max"] for tap in info["taps"].values())
     columns = ["tap", "states", "stored", "norm mean", "norm min", "norm max"]
     rows = []
     for name, tap in info["taps"].items():
         norms = [f"{tap[key]:.3f}" for key in ("norm_mean", "norm_min", "norm_max")]
         rows.append([name, f"{tap['rows']:,}", _size(tap["bytes"]), *norms])
         if lossy:
-            rows[-1].append(f"{tap['relative_error']:.2e}")
-    output.table("Taps (norms of every 16th state)", [*columns, *(["relative error"] if lossy else [])], rows)
+            rows[-1] += [f"{tap['relative_error_mean']:.2e}", f"{tap['relative_error_max']:.2e}"]
+    output.table(
+        "Taps (norms of every 16th state)", [*columns, *(["error mean", "error max"] if lossy else [])], rows
+    )
 
 
 def _facts(info: dict[str, Any], spec: dict[str, Any]) -> list[tuple[str, str]]:

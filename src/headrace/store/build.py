@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from headrace.store.arrays import Bits, tensor_of
-from headrace.store.codecs import Buffer, Codec, fp8_error
+from headrace.store.codecs import Buffer, Codec
 from headrace.store.format import (
     KEY_BYTES,
     Array,
@@ -24,8 +24,8 @@ from headrace.store.format import (
 )
 from headrace.types import FINAL, CaptureSpec, Row, Tap
 
-NORM_STRIDE = 16
-"""Norms are measured at every 16th row: enough to see a wrong layer or norm, and free."""
+SAMPLE_STRIDE = 16
+"""Norms and the error of a lossy codec are measured at every 16th row: enough to judge them, and almost free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,13 @@ class TapData:
     checksums: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     scales: list[Array] = field(default_factory=list)
-    norms: Array = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32 [rows / NORM_STRIDE]"""
-    squares: tuple[float, float] = (0.0, 0.0)
-    """Sums of squared error and of squared true values; zeros for a lossless codec."""
+    norms: Array = field(default_factory=lambda: np.empty(0))
+    """float64, of every 16th row"""
+    errors: int = 0
+    """Rows whose error was measured: every 16th of a chunk."""
+    error_sum: float = 0.0
+    """Sum over them of |decoded - true| / |true|; 0 for a lossless codec."""
+    error_max: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def encode_capture(
 
 
 def _encode_tap(bits: Bits, codec: Codec, chunk_rows: int) -> TapData:
-    out = TapData(rows=len(bits))
+    out = TapData(rows=len(bits), norms=sampled_norms(bits, codec.dtype))
     for start in range(0, len(bits), chunk_rows):
         block = bits[start : start + chunk_rows]
         buffers, scales = codec.encode(block)
@@ -111,11 +114,28 @@ def _encode_tap(bits: Bits, codec: Codec, chunk_rows: int) -> TapData:
         out.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
         if scales is not None:
             out.scales.append(scales)
-            wrong, true = fp8_error(block, buffers[0], scales, codec.dtype)
-            out.squares = (out.squares[0] + wrong, out.squares[1] + true)
-    sample = np.ascontiguousarray(bits[::NORM_STRIDE])
-    out.norms = tensor_of(sample, codec.dtype).double().norm(dim=-1).float().numpy()
+            _measure_error(block, buffers[0], scales, codec, out)
     return out
+
+
+def _measure_error(block: Bits, payload: Buffer, scales: Array, codec: Codec, out: TapData) -> None:
+    """What a codec that rounds does to every 16th row of a chunk; such a codec's payload is row by row."""
+    true = tensor_of(np.ascontiguousarray(block[::SAMPLE_STRIDE]), codec.dtype).double()
+    rows = np.frombuffer(payload, np.uint8).reshape(len(block), -1)[::SAMPLE_STRIDE]
+    decoded = np.empty(true.shape, block.dtype)
+    codec.decode(memoryview(rows.tobytes()), scales[::SAMPLE_STRIDE], decoded)
+    wrong = (tensor_of(decoded, codec.dtype).double() - true).square().sum(dim=-1)
+    errors = (wrong / true.square().sum(dim=-1).clamp_min(1e-300)).sqrt()
+    out.errors += len(errors)
+    out.error_sum += float(errors.sum())
+    out.error_max = max(out.error_max, float(errors.max()))
+
+
+def sampled_norms(bits: Bits, dtype: str) -> Array:
+    """float64: Euclidean norms of every 16th of ``bits`` [rows, hidden]."""
+    values = tensor_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).double().numpy()
+    squares: Array = np.einsum("ij,ij->i", values, values)
+    return np.sqrt(squares)
 
 
 class ShardBuilder:
@@ -208,7 +228,8 @@ class ShardBuilder:
         return np.frombuffer(bytes.fromhex(keys), np.uint8).reshape(-1, KEY_BYTES)
 
     def _stats(self, index: int) -> dict[str, float]:
-        norms = np.concatenate([capture.taps[index].norms for capture in self.captures]).astype(np.float64)
+        taps = [capture.taps[index] for capture in self.captures]
+        norms = np.concatenate([tap.norms for tap in taps])
         stats: dict[str, float] = {"norm_rows": len(norms)}
         if len(norms):
             stats |= {
@@ -217,8 +238,9 @@ class ShardBuilder:
                 "norm_max": float(norms.max()),
             }
         if not self.codec.lossless:
-            stats["error_squares"] = sum(capture.taps[index].squares[0] for capture in self.captures)
-            stats["true_squares"] = sum(capture.taps[index].squares[1] for capture in self.captures)
+            stats["error_rows"] = sum(tap.errors for tap in taps)
+            stats["error_sum"] = sum(tap.error_sum for tap in taps)
+            stats["error_max"] = max((tap.error_max for tap in taps), default=0.0)
         return stats
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.errors import CorruptError
-from headrace.store.arrays import bits_dtype, tensor_of
-from headrace.store.build import NORM_STRIDE, Encoded, Parent, ShardBuilder, TapData
+from headrace.store.arrays import bits_dtype
+from headrace.store.build import SAMPLE_STRIDE, Encoded, Parent, ShardBuilder, TapData, sampled_norms
 from headrace.store.codecs import open_codec
 from headrace.store.shard import Shard
 from headrace.types import Row, Tap
@@ -31,15 +31,15 @@ def _tap_of(shard: Shard, slot: int, tap: Tap) -> TapData:
         out.sizes.append(chunk.stop - chunk.start)
     bits = np.empty((out.rows, shard.spec.hidden_size), bits_dtype(shard.spec.dtype))
     shard.read(slot, tap, 0, out.rows, bits)  # proves every chunk
-    sample = np.ascontiguousarray(bits[::NORM_STRIDE])
-    out.norms = tensor_of(sample, shard.spec.dtype).double().norm(dim=-1).float().numpy()
+    out.norms = sampled_norms(bits, shard.spec.dtype)
     if tap in shard.tables.scales:
         first = int(shard.tables.rows[slot, index])
         out.scales.append(shard.tables.scales[tap][first : first + out.rows])
         # The true values are gone: a moved capture carries its share of the error measured when its shard was written.
-        stats, total = shard.info.stats[str(tap)], int(shard.tables.rows[-1, index])
-        share = out.rows / max(1, total)
-        out.squares = (stats["error_squares"] * share, stats["true_squares"] * share)
+        stats = shard.info.stats[str(tap)]
+        out.errors = sum(-(-chunk.rows // SAMPLE_STRIDE) for chunk in shard.chunks(slot, tap))
+        out.error_sum = stats["error_sum"] * out.errors / max(1.0, stats["error_rows"])
+        out.error_max = stats["error_max"]
     return out
 
 

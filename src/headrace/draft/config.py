@@ -2,6 +2,129 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_settings import CliPositionalArg
+
+from headrace.config import Section
+from headrace.draft.options import LossOptions, MachineOptions, OptimOptions, TrainOptions
 from headrace.draft.shape import DraftConfig, FcNorm, RopeConfig, RopeType
 
-__all__ = ["DraftConfig", "FcNorm", "RopeConfig", "RopeType"]
+__all__ = [
+    "DiagnoseConfig",
+    "DraftConfig",
+    "FcNorm",
+    "ImportConfig",
+    "LossOptions",
+    "MachineOptions",
+    "OptimOptions",
+    "RopeConfig",
+    "RopeType",
+    "ShapeOptions",
+    "TrainConfig",
+    "TrainOptions",
+]
+
+
+class ShapeOptions(Section):
+    """What a new drafter looks like; anything left out follows the target."""
+
+    taps: list[int] = Field(default_factory=list)
+    """Boundaries to fuse; empty: all that the store holds."""
+    vocab: int = Field(default=32000, ge=0)
+    """Draft vocabulary: the most frequent supervised tokens; 0, or at least the target's size: all."""
+    variant: Literal["eagle3", "eagle3.1"] = "eagle3"
+    """eagle3 feeds back the layer's output as it is; eagle3.1 norms each tap and feeds the normed output back."""
+    intermediate_size: int = Field(default=0, ge=0)
+    """Width of the MLP."""
+    num_heads: int = Field(default=0, ge=0)
+    """Query heads."""
+    num_kv_heads: int = Field(default=0, ge=0)
+    """Key and value heads."""
+    head_dim: int = Field(default=0, ge=0)
+    """Width of a head."""
+    fc_norm: Literal["", "none", "joint", "each"] = ""
+    """Norm of the taps before they are fused; the variant's when empty."""
+    norm_before_residual: bool = False
+    """Start the layer's residual from the normed state (vLLM serves it, stock SGLang does not)."""
+    own_embedding: bool = False
+    """Train an embedding of the drafter's own instead of using the target's."""
+    train_lm_head: bool = False
+    """Train the drafter's head instead of keeping the target's rows."""
+
+
+class TrainConfig(TrainOptions):
+    """Train an EAGLE-3 drafter from a store. Can be stopped or killed at any moment; the same command goes on."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    store: CliPositionalArg[Path]
+    """Store made by `headrace extract`."""
+    rows: Path
+    """The rows it was extracted from: their split says what is held out."""
+    model: str
+    """Target: a model folder or hub id."""
+    revision: str = ""
+    """Hub revision of the target."""
+    out: Path
+    """Drafter folder; a run that was stopped there is continued."""
+    start: Path | None = Field(default=None, alias="from")
+    """Start from this drafter (ours, or after `headrace import-draft`) instead of new weights; its shape is kept."""
+    init: Literal["target", "random"] = "target"
+    """target: start the layer from the target's last one where it fits; random: start it at random."""
+    shape: ShapeOptions = ShapeOptions()
+    """The drafter's shape."""
+    threads: int = Field(default=2, ge=1)
+    """Threads that read and decode the store."""
+    save_minutes: float = Field(default=5.0, gt=0)
+    """Minutes between checkpoints: the most work that a kill can cost."""
+    validation_tokens: int = Field(default=200_000, ge=1)
+    """Validate on the first rows of the validation split up to about so many tokens."""
+    validation_steps: int = Field(default=5, ge=1, le=32)
+    """Draft steps in validation: K of the acceptance lengths."""
+    tensorboard: bool = True
+    """Write TensorBoard curves when it is installed."""
+
+
+class DiagnoseConfig(Section):
+    """Find out why a drafter's acceptance is low: measures each known cause on the drafter and the store, and ranks them."""
+
+    draft: CliPositionalArg[Path]
+    """Drafter folder."""
+    store: CliPositionalArg[Path]
+    """Store to measure on."""
+    rows: Path | None = None
+    """The store's rows; with them only held-out rows are used."""
+    model: str = ""
+    """The target, if it is no longer where the drafter's spec says."""
+    tokens: int = Field(default=50_000, ge=100)
+    """Measure on about so many tokens."""
+    steps: int = Field(default=5, ge=1, le=32)
+    """Draft steps: K of the acceptance lengths."""
+    machine: MachineOptions = MachineOptions()
+    """The device."""
+
+
+class ImportConfig(Section):
+    """Convert a drafter of SGLang, vLLM or SpecForge into a Headrace drafter folder."""
+
+    draft: CliPositionalArg[Path]
+    """Folder with config.json and weights (.safetensors)."""
+    model: str
+    """The target it drafts for: a model folder or hub id."""
+    revision: str = ""
+    """Hub revision of the target."""
+    out: Path
+    """Drafter folder to write."""
+    taps: list[int] = Field(default_factory=list)
+    """Boundaries it reads, when its config does not say or you know better."""
+    tap_convention: Literal["auto", "sglang", "vllm"] = "auto"
+    """What its layer ids mean: sglang, the output of layer k (boundary k + 1); vllm, the input of layer k (boundary k); auto: by its format."""
+
+    @model_validator(mode="after")
+    def _taps(self) -> Self:
+        if self.taps and self.tap_convention != "auto":
+            raise ValueError("taps are boundaries already; give either taps or tap_convention")
+        return self

@@ -1,16 +1,16 @@
-"""From stored states to packs: which rows share a pack in which epoch, read ahead by a thread, laid out for the trainer.
+"""From stored states to packs laid out for the trainer, read and moved to the device ahead of it.
 
-The order is a function of seed, epoch and row lengths alone, so a resumed run needs nothing but its step number.
+Two sources with one face: :class:`StorePacks` reads a store, :class:`MemoryPacks` holds documents (on any device). The
+order of both is a function of seed, epoch, keys and lengths alone, so a place in it is all that resuming needs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,159 +18,221 @@ from torch import Tensor
 
 from headrace.draft.layout import make_layout
 from headrace.draft.ttt import Pack
-from headrace.errors import InputError
+from headrace.errors import ConfigError, SpecMismatchError
+from headrace.types import FINAL, Tap, hash_json
 
-OPEN_PACKS = 32  # packs a row may still join: fills them to about 99 % without sorting by length
+if TYPE_CHECKING:
+    from headrace.store import Store
+
+OPEN_PACKS = (
+    32  # packs that a document may still join: fills them to about 99 % and leaves the shuffle a shuffle
+)
+AHEAD = 2  # packs that are on the device before they are asked for
+
+T = TypeVar("T")
+Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Placing:
+    """How documents become a pack."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    """dtype of the states on the device."""
+    rows: int = 0
+    """Pad packs to this many rows, so that compiled code sees one shape; 0: no padding."""
+    starts_multiple: int = 0
+    """Pad starts to a multiple of this; 0: no padding."""
+    everywhere: bool = False
+    """Train on all rows, not only on the target's own tokens."""
+    final_norm: Norm | None = None
+    """Applied to the final state of stores that keep it before the target's final norm."""
+
+    def pack(self, ids: Tensor, mask: np.ndarray, states: Tensor, lengths: Sequence[int]) -> Pack:
+        """ids int64 [T], mask [T], states [n + 1, T, H] (boundaries in the drafter's order, then final) → Pack."""
+        layout = make_layout(
+            list(lengths),
+            mask,
+            everywhere=self.everywhere,
+            rows=self.rows,
+            starts_multiple=self.starts_multiple,
+        )
+        states = states.to(self.device, non_blocking=True)
+        ids = ids.to(self.device, non_blocking=True)
+        final = states[-1] if self.final_norm is None else self.final_norm(states[-1])
+        taps = states[:-1].transpose(0, 1).flatten(1)
+        missing = layout.tokens - len(mask)
+        if missing:
+            ids = torch.nn.functional.pad(ids, (0, missing))
+            taps, final = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (taps, final))
+        return Pack(ids, taps.to(self.dtype), final.to(self.dtype), layout.to(self.device))
+
+
+class Packs(Protocol):
+    """Training packs without end, or the packs of one pass."""
+
+    def __iter__(self) -> Iterator[Pack]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last pack that was yielded; plain JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from such a place. Raises SpecMismatchError when the data or the order is another."""
+
+    def per_epoch(self) -> int:
+        """Packs this worker gets in the first epoch (others differ by a few)."""
+
+
+def ahead(items: Iterable[T], count: int = AHEAD) -> Iterator[T]:
+    """``items``, taken by a thread of its own up to ``count`` before they are asked for. Its errors are raised here."""
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(1, "headrace-pack") as pool:
+        waiting = deque(pool.submit(next, source, end) for _ in range(count))
+        while True:
+            item = waiting.popleft().result()
+            if item is end:
+                return
+            waiting.append(pool.submit(next, source, end))
+            yield item  # type: ignore[misc]
+
+
+class StorePacks:
+    """Packs from a store through its own loader."""
+
+    def __init__(
+        self, store: Store, keys: Sequence[str], taps: Sequence[Tap], placing: Placing, loader: dict[str, Any]
+    ) -> None:
+        """``loader``: token_budget, seed, epochs (None = without end), shuffle, placement of the store's PackedLoader."""
+        from headrace.store import PackedLoader
+
+        if placing.everywhere and store.final_positions != "all":
+            raise ConfigError(
+                f"{store.name} keeps the final state of supervised tokens only, so training everywhere has no targets; extract with final_positions = all"
+            )
+        self.loader = PackedLoader(store, keys, taps=(*taps, FINAL), **loader)
+        self.placing = placing
+        self._place = self.loader.state_dict()
+
+    def __iter__(self) -> Iterator[Pack]:
+        def prepared() -> Iterator[tuple[Pack, dict[str, Any]]]:
+            for batch in self.loader:
+                lengths = np.diff(batch.starts.numpy()).tolist()
+                yield (
+                    self.placing.pack(batch.ids, batch.mask.numpy(), batch.states, lengths),
+                    self.loader.state_dict(),
+                )
+
+        for pack, place in ahead(prepared()):
+            self._place = place
+            yield pack
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Packs`."""
+        return self._place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Packs`."""
+        self.loader.load_state_dict(state)
+        self._place = state
+
+    def per_epoch(self) -> int:
+        """See :class:`Packs`."""
+        return self.loader.batches_per_epoch()
+
+
+@dataclass(frozen=True, eq=False)
 class Document:
-    """One row's ids, mask and states."""
+    """One row with its states, in memory."""
 
     ids: np.ndarray
     """int32 [L]"""
     mask: np.ndarray
     """bool [L]"""
     states: Tensor
-    """[n + 1, L, H]: the drafter's boundaries in its order, then the final state after the target's final norm."""
+    """[n + 1, L, H]: boundaries in the drafter's order, then the final state."""
 
 
-class Source(Protocol):
-    """Where documents come from; rows are numbered 0..len(lengths)-1."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64: tokens of each row."""
-
-    def load(self, row: int) -> Document:
-        """Read one row. Called from a reader thread."""
-
-
-class MemorySource:
-    """Documents that are already in memory (or on the GPU)."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self.documents = documents
-        self.lengths = np.array([len(d.ids) for d in documents], dtype=np.int64)
-
-    def load(self, row: int) -> Document:
-        """The document itself."""
-        return self.documents[row]
-
-
-def plan_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of each pack of an epoch: all rows once, shuffled, each put into the fullest open pack with room for it.
-
-    Raises InputError for a row longer than ``budget``: it is never cut.
-    """
-    if len(lengths) and int(lengths.max()) > budget:
-        raise InputError(
-            f"a row has {int(lengths.max())} tokens, a pack holds {budget}; set --tokens-per-pack to at least that, "
-            "or prepare the rows with a smaller --max-tokens"
-        )
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-    packs: list[list[int]] = []
-    room: dict[int, int] = {}  # open packs, in the order they were opened
-    for row in order.tolist():
-        size = int(lengths[row])
-        fits = [(left, number) for number, left in room.items() if left >= size]
-        if fits:
-            _, number = min(fits)
-            packs[number].append(row)
-            room[number] -= size
-        else:
-            packs.append([row])
-            room[len(packs) - 1] = budget - size
-            if len(room) > OPEN_PACKS:
-                del room[next(iter(room))]
-    return packs
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How packs are laid out."""
-
-    rows: int = 0
-    """Pad packs to this many rows (static shapes for compiled code); 0: no padding."""
-    starts_multiple: int = 0
-    """Pad starts to a multiple of this; 0: no padding."""
-    everywhere: bool = False
-    """Train on all rows, not only the target's own tokens."""
-    dtype: torch.dtype = torch.float32
-    """dtype of the states on the device."""
-
-
-def make_pack(documents: Sequence[Document], shape: Shape, device: torch.device | str = "cpu") -> Pack:
-    """Lay documents end to end on ``device``."""
-    lengths = [len(d.ids) for d in documents]
-    mask = np.concatenate([d.mask for d in documents])
-    layout = make_layout(
-        lengths, mask, everywhere=shape.everywhere, rows=shape.rows, starts_multiple=shape.starts_multiple
-    )
-    ids = np.zeros(layout.tokens, dtype=np.int64)
-    ids[: len(mask)] = np.concatenate([d.ids for d in documents])
-    first = documents[0].states
-    planes, _, hidden = first.shape
-    pinned = first.device.type == "cpu" and torch.device(device).type == "cuda"
-    states = torch.zeros(
-        planes, layout.tokens, hidden, dtype=first.dtype, device=first.device, pin_memory=pinned
-    )
-    states[:, : len(mask)] = torch.cat([d.states for d in documents], dim=1)
-    states = states.to(device, non_blocking=True).to(shape.dtype)
-    taps = states[:-1].transpose(0, 1).flatten(1)
-    return Pack(torch.from_numpy(ids).to(device, non_blocking=True), taps, states[-1], layout.to(device))
-
-
-class Loader:
-    """Packs of a source, epoch after epoch without end, read ahead by one thread.
-
-    ``part`` of ``parts`` workers see every parts-th pack of the same order, so any number of workers trains on the same
-    global sequence.
-    """
+class MemoryPacks:
+    """Packs from documents in memory; ``epochs`` None goes on without end."""
 
     def __init__(
         self,
-        source: Source,
-        budget: int,
-        seed: int,
-        make: Callable[[list[Document]], Pack],
+        documents: Sequence[Document],
+        placing: Placing,
         *,
-        part: int = 0,
-        parts: int = 1,
+        token_budget: int,
+        seed: int = 0,
+        epochs: int | None = None,
     ) -> None:
-        self.source, self.budget, self.seed, self.make = source, budget, seed, make
-        self.part, self.parts = part, parts
-        self._plans: dict[int, list[list[int]]] = {}
+        self.documents, self.placing = documents, placing
+        self.budget, self.seed, self.epochs = token_budget, seed, epochs
+        self.lengths = np.array([len(d.ids) for d in documents])
+        self._order = hash_json([token_budget, seed, self.lengths.tolist()])
+        self._epoch, self._next = 0, 0
+        self._place = self._here(0, 0)
 
-    def plan(self, epoch: int) -> list[list[int]]:
-        """Packs of ``epoch``; the last ones that would not make a full round of all workers are left to the next epoch's order."""
-        if epoch not in self._plans:
-            packs = plan_epoch(self.source.lengths, self.budget, self.seed, epoch)
-            self._plans = {epoch: packs[: len(packs) - len(packs) % self.parts] or packs}
-        return self._plans[epoch]
+    def __iter__(self) -> Iterator[Pack]:
+        def prepared() -> Iterator[tuple[Pack, dict[str, Any]]]:
+            epoch, first = self._epoch, self._next
+            while self.epochs is None or epoch < self.epochs:
+                plan = plan_epoch(self.lengths, self.budget, self.seed, epoch)
+                for number in range(first, len(plan)):
+                    yield self._pack(plan[number]), self._here(epoch, number + 1)
+                epoch, first = epoch + 1, 0
 
-    def order(self, skip: int) -> Iterator[list[int]]:
-        """This worker's packs as row numbers, after ``skip`` packs of its own."""
-        epoch, seen = 0, 0
-        while True:
-            mine = self.plan(epoch)[self.part :: self.parts]
-            yield from mine[max(0, skip - seen) :]
-            seen += len(mine)
-            epoch += 1
+        for pack, place in ahead(prepared()):
+            self._place = place
+            yield pack
 
-    def packs(self, skip: int = 0, ahead: int = 4) -> Iterator[Pack]:
-        """Packs, the first ``skip`` left out. Reading errors are raised here; closing the iterator ends the thread."""
-        order = self.order(skip)
-        with ThreadPoolExecutor(1, thread_name_prefix="headrace-loader") as pool:
-            waiting = deque(pool.submit(self._read, rows) for rows in islice(order, ahead))
-            try:
-                while True:
-                    pack = waiting.popleft().result()
-                    waiting.append(pool.submit(self._read, next(order)))
-                    yield pack
-            finally:
-                for future in waiting:
-                    future.cancel()
+    def _pack(self, rows: list[int]) -> Pack:
+        chosen = [self.documents[row] for row in rows]
+        ids = torch.from_numpy(np.concatenate([d.ids for d in chosen]).astype(np.int64))
+        mask = np.concatenate([d.mask for d in chosen])
+        return self.placing.pack(
+            ids, mask, torch.cat([d.states for d in chosen], dim=1), [len(d.ids) for d in chosen]
+        )
 
-    def _read(self, rows: list[int]) -> Pack:
-        return self.make([self.source.load(row) for row in rows])
+    def _here(self, epoch: int, following: int) -> dict[str, Any]:
+        return {"epoch": epoch, "next": following, "order": self._order}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Packs`."""
+        return self._place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Packs`."""
+        if state["order"] != self._order:
+            raise SpecMismatchError(
+                "the saved place in the data belongs to other documents, seed or token budget; resume with those of the run"
+            )
+        self._epoch, self._next, self._place = int(state["epoch"]), int(state["next"]), state
+
+    def per_epoch(self) -> int:
+        """See :class:`Packs`."""
+        return len(plan_epoch(self.lengths, self.budget, self.seed, 0))
+
+
+def plan_epoch(lengths: np.ndarray, budget: int, seed: int, epoch: int) -> list[list[int]]:
+    """Documents of each pack of an epoch: all of them once, shuffled, each put into the fullest open pack that has room.
+
+    Raises ConfigError for a document longer than ``budget``: it is never cut.
+    """
+    if len(lengths) and int(lengths.max()) > budget:
+        raise ConfigError(
+            f"a row has {int(lengths.max())} tokens, a pack holds {budget}; raise the token budget or prepare shorter rows"
+        )
+    packs: list[list[int]] = []
+    room: dict[int, int] = {}  # open packs and what is left in each, in the order they were opened
+    for row in np.random.default_rng([seed, epoch]).permutation(len(lengths)).tolist():
+        size = int(lengths[row])
+        fits = [(left, number) for number, left in room.items() if left >= size]
+        number = min(fits)[1] if fits else len(packs)
+        if not fits:
+            packs.append([])
+            room[number] = budget
+            if len(room) > OPEN_PACKS:
+                del room[next(iter(room))]
+        packs[number].append(row)
+        room[number] -= size
+    return packs

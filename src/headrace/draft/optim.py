@@ -79,13 +79,13 @@ class Optimizers:
             {"params": decayed, "weight_decay": options.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        fused = all(p.is_cuda for p in self.parameters)
+        self.fused = all(p.is_cuda for p in self.parameters)
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
                 [g for g in groups if g["params"]],
                 lr=options.learning_rate,
                 betas=(options.beta1, options.beta2),
-                fused=fused,
+                fused=self.fused,
             )
         ]
         if matrices:
@@ -115,14 +115,25 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
         return self._base[0] * factor, norm
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The state of each optimizer."""
-        return [o.state_dict() for o in self.optimizers]
+    def state_dict(self) -> dict[str, Tensor]:
+        """The moments of every parameter, by place in :attr:`parameters`."""
+        places = {id(p): i for i, p in enumerate(self.parameters)}
+        return {
+            f"{places[id(p)]}.{name}": value
+            for optimizer in self.optimizers
+            for p, state in optimizer.state.items()
+            for name, value in state.items()
+        }
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of :meth:`state_dict`."""
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        owner = {id(p): o for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        for name, value in state.items():
+            place, what = name.split(".", 1)
+            parameter = self.parameters[int(place)]
+            # AdamW counts its steps in a CPU tensor unless fused; moments live where the parameter does.
+            on_device = value.dim() > 0 or self.fused
+            owner[id(parameter)].state[parameter][what] = value.to(parameter.device if on_device else "cpu")
 
 
 class Average:

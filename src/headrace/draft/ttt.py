@@ -1,7 +1,8 @@
 """Test-time training: every chain of a pack unrolled over S steps, each step fed the state of the one before, as serving does.
 
-The tokens are the row's own at every step (teacher forcing); only states are fed back. A plain loop over
-:meth:`Eagle3Draft.step` with those tokens gives the same numbers; the tests hold the two together.
+In training the tokens are the row's own at every step (teacher forcing) and only states are fed back; a drafter that
+runs freely reads the tokens it proposed itself. Either way a plain loop over :meth:`Eagle3Draft.step` gives the same
+numbers; the tests hold the two together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Pack:
     """[T, H], after the target's final norm."""
     layout: Layout
 
+    @property
+    def tokens(self) -> int:
+        """Rows without padding."""
+        return self.layout.spans[-1][1] if self.layout.spans else 0
+
     def to(self, device: torch.device | str) -> Pack:
         """The same on ``device``."""
         ids, taps, final = (t.to(device, non_blocking=True) for t in (self.ids, self.taps, self.final))
@@ -52,8 +58,11 @@ class Unroll:
         )
         self._first, self._next, self._leave = wrap(_first), wrap(_next), wrap(_leave)
 
-    def __call__(self, pack: Pack, steps: int) -> Tensor:
-        """The drafter's normed output at every step of every chain, [S, M, H]: what ``lm_head`` reads."""
+    def __call__(self, pack: Pack, steps: int, choose: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The drafter's normed output at every step of every chain, [S, M, H]: what ``lm_head`` reads.
+
+        ``choose`` turns a step's outputs [M, H] into the tokens [M] that the next step reads; the row's own when absent.
+        """
         model, layout = self.model, pack.layout
         attend: Attend = make_attend(self.attention, layout, self.compiled)
         embeds = model.embed_tokens(pack.ids[layout.next_rows])
@@ -65,7 +74,8 @@ class Unroll:
         own: list[tuple[Tensor, Tensor]] = []
         positions = layout.positions[layout.starts]
         for step in range(1, steps):
-            embeds = model.embed_tokens(pack.ids[layout.chain_rows(step)])
+            tokens = pack.ids[layout.chain_rows(step)] if choose is None else choose(normed)
+            embeds = model.embed_tokens(tokens)
             state = normed if model.config.normed_feedback else out
             queries, key, value, residual = self._next(model, embeds, state, positions + step)
             own.append((key, value))

@@ -1,0 +1,124 @@
+"""What a run leaves to look at: metrics.jsonl, TensorBoard curves where it is installed, and lines or a bar while it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from headrace.draft.metrics import Accuracy
+from headrace.files import atomic_write
+
+
+class Curves:
+    """Appends to ``metrics.jsonl`` and mirrors numbers to TensorBoard."""
+
+    def __init__(self, folder: Path, tensorboard: bool, on: bool = True) -> None:
+        self.file, self.on = folder / "metrics.jsonl", on
+        self._handle: IO[str] | None = None
+        self._board: Any = None
+        if tensorboard and on and find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def rewind(self, step: int) -> None:
+        """Drop lines after ``step``: a resumed run writes them again. A torn last line goes too."""
+        if not self.on or not self.file.is_file():
+            return
+        kept = []
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                continue
+        with atomic_write(self.file) as file:
+            file.write("".join(kept).encode())
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One line; lists become one curve an element."""
+        if not self.on:
+            return
+        if self._handle is None:
+            self._handle = self.file.open("a", encoding="utf-8")
+        self._handle.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._handle.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                for index, number in enumerate(value if isinstance(value, list) else [value]):
+                    tag = f"{kind}/{name}" + (f"_{index + 1}" if isinstance(value, list) else "")
+                    self._board.add_scalar(tag, number, step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+class Progress:
+    """A bar on a terminal's stderr, plain lines elsewhere."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self.total, self._say = total, say
+        self.rate = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+        self._tokens = 0.0
+        self._started = 0.0
+        self._first = 0
+
+    def begin(self, step: int) -> None:
+        """Start the clock at ``step``."""
+        self._started, self._first = time.monotonic(), step
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = [
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("train", total=self.total, completed=step, facts="")
+            self._bar.start()
+
+    def show(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
+        """One log interval's numbers."""
+        self.rate = extra["tokens_per_second"]
+        left = (self.total - step) * (time.monotonic() - self._started) / max(1, step - self._first)
+        facts = f"loss {accuracy.losses[0]:.3f}, accuracy {accuracy.conditional[0]:.3f}, length {accuracy.length:.2f}, {self.rate:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, facts=facts)
+        else:
+            self._say(f"step {step:,}/{self.total:,}: {facts}, {_clock(left)} left")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            self._say(text)
+
+    def end(self) -> None:
+        """Take the bar down."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

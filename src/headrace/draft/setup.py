@@ -1,0 +1,216 @@
+"""Everything a training run is made of, checked against each other before any work: target, store, rows, drafter, teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headrace.draft.checkpoint import load_draft
+from headrace.draft.config import ShapeOptions, TrainConfig
+from headrace.draft.data import Placing, StorePacks
+from headrace.draft.model import Eagle3Draft
+from headrace.draft.shape import DraftConfig
+from headrace.draft.teacher import Teacher
+from headrace.draft.trainer import Machine
+from headrace.draft.vocab import DraftVocab, choose_vocab, count_tokens
+from headrace.draft.warm import copy_layer, initialize
+from headrace.draft.workers import Workers
+from headrace.errors import ConfigError, InputError, SpecMismatchError
+from headrace.target import Target
+from headrace.types import FINAL, CaptureSpec, hash_json
+
+if TYPE_CHECKING:
+    from headrace.data.rows import RowFolder
+    from headrace.store import Store
+
+STARTS_MULTIPLE = 512  # chains are padded to a multiple of this where code is compiled for static shapes
+
+
+@dataclass(frozen=True)
+class Data:
+    """The store and which of its captures train and validate."""
+
+    store: Store
+    rows: RowFolder
+    train: list[str]
+    validation: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For the lineage: counts, hashes, provenance."""
+
+    @classmethod
+    def open(cls, config: TrainConfig, target: Target) -> Data:
+        """Raises SpecMismatchError for a store of another target or other rows, InputError when a split has nothing."""
+        from headrace.data.rows import RowFolder
+        from headrace.store import Store
+
+        store, rows = Store.open(config.store), RowFolder.open(config.rows)
+        target.require(store.spec, f"store {config.store}")
+        if FINAL not in store.spec.taps:
+            raise SpecMismatchError(
+                f"store {config.store} has no final state, so there is nothing to learn from; extract with taps that end in final"
+            )
+        here = set(store.keys())
+        splits = {
+            split: [key for key in rows.keys(split) if key in here] for split in ("train", "validation")
+        }
+        missing = len(rows) - sum(map(len, splits.values()))
+        if not splits["train"] and len(rows):
+            raise SpecMismatchError(
+                f"none of the {len(rows)} rows of {config.rows} is in store {config.store}; give the rows it was extracted from"
+            )
+        for split, keys in splits.items():
+            if not keys:
+                raise InputError(
+                    f"the {split} split of {config.rows} has no row in store {config.store}; prepare with a validation share, and extract all rows"
+                )
+        lengths = store.lengths_of(splits["train"])
+        facts = {
+            "train_rows": len(splits["train"]),
+            "train_tokens": int(lengths.sum()),
+            "longest_row": int(lengths.max()),
+            "validation_rows": len(splits["validation"]),
+            "rows_not_in_store": missing,
+            "keys_hash": hash_json(splits),
+            "provenance": store.provenance,
+        }
+        return cls(store, rows, splits["train"], splits["validation"], facts)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A drafter to train and what judges it, on the device."""
+
+    model: Eagle3Draft
+    spec: CaptureSpec
+    vocab: DraftVocab
+    teacher: Teacher
+    """Teaches (at the loss's temperature)."""
+    judge: Teacher
+    """Validates (at temperature 1)."""
+
+
+def draft_config(shape: ShapeOptions, target: Target, store_spec: CaptureSpec) -> DraftConfig:
+    """The shape of a new drafter. Raises ConfigError for taps that the store lacks."""
+    held = tuple(tap for tap in store_spec.taps if isinstance(tap, int))
+    changes: dict[str, Any] = {
+        name: value
+        for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        if (value := getattr(shape, name))
+    }
+    if shape.variant == "eagle3.1":
+        changes |= {"fc_norm": "each", "normed_feedback": True}
+    if shape.fc_norm:
+        changes["fc_norm"] = shape.fc_norm
+    changes |= {"norm_before_residual": shape.norm_before_residual, "own_embedding": shape.own_embedding}
+    vocab = min(shape.vocab or target.vocab_size, target.vocab_size)
+    config = DraftConfig.for_target(target, tuple(shape.taps) or held, vocab, **changes)
+    config.require_spec(store_spec, "the store")
+    return config
+
+
+def make_parts(config: TrainConfig, target: Target, data: Data, machine: Machine) -> Parts:
+    """The drafter (new, or from another one), and the target's head as its teacher."""
+    vocab_size = target.vocab_size
+    counts = _frequencies(data, vocab_size)
+    if config.start is not None:
+        model, vocab = _started(config, target, data, counts)
+    else:
+        shape = draft_config(config.shape, target, data.store.spec)
+        vocab = choose_vocab(shape.draft_vocab_size, vocab_size, counts)
+        model = Eagle3Draft(shape)
+        initialize(model, target, torch.from_numpy(vocab.ids), config.seed)
+        if config.init == "target":
+            copy_layer(model, target, target.num_layers - 1)
+    model.lm_head.weight.requires_grad_(config.shape.train_lm_head)
+    place_model(model, machine)
+    ids = torch.from_numpy(vocab.ids)
+    teachers = [
+        Teacher(target.head, ids, temperature=t).to(machine.device, machine.dtype)
+        for t in (config.loss.temperature, 1.0)
+    ]
+    return Parts(model, data.store.spec, vocab, *teachers)
+
+
+def place_model(model: Eagle3Draft, machine: Machine) -> None:
+    """Move to the device; frozen matrices take the machine's dtype, trained ones are float32 masters."""
+    model.to(machine.device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else machine.dtype)
+
+
+def _frequencies(data: Data, vocab_size: int) -> np.ndarray:
+    chosen = set(data.train)
+    return count_tokens((row for row in data.rows.rows("train") if row.key in chosen), vocab_size)
+
+
+def _started(
+    config: TrainConfig, target: Target, data: Data, counts: np.ndarray
+) -> tuple[Eagle3Draft, DraftVocab]:
+    assert config.start is not None
+    if config.shape != ShapeOptions(train_lm_head=config.shape.train_lm_head):
+        raise ConfigError(
+            "--from keeps the shape of the drafter it starts from; leave out the shape options (train_lm_head may be given)"
+        )
+    draft = load_draft(config.start, target)
+    draft.model.config.require_spec(data.store.spec, f"store {config.store}")
+    ids = draft.model.t2d.nonzero()[:, 0].numpy()
+    known = int(counts.sum())
+    vocab = DraftVocab(ids, target.vocab_size, float(counts[ids].sum() / known) if known else 0.0)
+    return draft.model.requires_grad_(True), _keep_embedding_frozen(draft.model, vocab)
+
+
+def _keep_embedding_frozen(model: Eagle3Draft, vocab: DraftVocab) -> DraftVocab:
+    model.embed_tokens.weight.requires_grad_(model.config.own_embedding)
+    return vocab
+
+
+def train_packs(
+    config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine, workers: Workers
+) -> StorePacks:
+    """Shuffled packs without end, padded to one shape where code is compiled."""
+    from headrace.store import Placement
+
+    padded = machine.compiled
+    placing = Placing(
+        machine.device,
+        machine.dtype,
+        rows=config.tokens_per_pack if padded else 0,
+        starts_multiple=STARTS_MULTIPLE if padded else 0,
+        everywhere=config.loss.everywhere,
+        final_norm=None if data.store.spec.final_normed else target.final_norm,
+    )
+    placement = Placement(rank=workers.rank, world_size=workers.count, threads=config.threads)
+    loader = {
+        "token_budget": config.tokens_per_pack,
+        "seed": config.seed,
+        "epochs": None,
+        "placement": placement,
+    }
+    return StorePacks(data.store, data.train, taps, placing, loader)
+
+
+def validation_packs(
+    config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine
+) -> StorePacks:
+    """One pass over the first rows of the validation split, in order."""
+    from headrace.store import Placement
+
+    lengths = data.store.lengths_of(data.validation)
+    count = int(np.searchsorted(np.cumsum(lengths), config.validation_tokens, side="right"))
+    placing = Placing(
+        machine.device,
+        machine.dtype,
+        rows=config.tokens_per_pack if machine.compiled else 0,
+        starts_multiple=STARTS_MULTIPLE if machine.compiled else 0,
+        final_norm=None if data.store.spec.final_normed else target.final_norm,
+    )
+    loader = {
+        "token_budget": config.tokens_per_pack,
+        "epochs": 1,
+        "shuffle": False,
+        "placement": Placement(threads=config.threads),
+    }
+    return StorePacks(data.store, data.validation[: max(1, count)], taps, placing, loader)

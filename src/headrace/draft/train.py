@@ -1,0 +1,260 @@
+"""The stage behind ``headrace train``: prepares, resumes, trains, keeps the best drafter, and writes down what it did.
+
+OUT/
+  config.json, model.safetensors   the best drafter so far, by held-out acceptance length
+  manifest.json                    what the run is, and once it has ended: how it ended
+  metrics.jsonl                    one line a log interval and one a validation
+  tensorboard/                     the same as curves
+  checkpoints/step-00000100/       what resuming needs
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace._version import __version__
+from headrace.draft.checkpoint import CONFIG, save_draft
+from headrace.draft.config import TrainConfig
+from headrace.draft.metrics import Accuracy
+from headrace.draft.objective import Objective
+from headrace.draft.record import Curves, Progress
+from headrace.draft.setup import Data, Parts, make_parts, train_packs, validation_packs
+from headrace.draft.state import load_state, save_state
+from headrace.draft.trainer import Machine, Trainer
+from headrace.draft.validate import Validation, validate
+from headrace.draft.workers import Workers, join
+from headrace.errors import ConfigError
+from headrace.files import read_json, write_json
+from headrace.target import Target
+
+Say = Callable[[str], None]
+MANIFEST = "manifest.json"
+# Options that may differ when a run is continued: they change no number.
+_FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every", "store", "rows", "model"})
+
+
+def train(config: TrainConfig, say: Say) -> dict[str, Any]:
+    """Train, or go on training, and return the result that is also in ``OUT/manifest.json``.
+
+    Raises ConfigError for options that do not fit or an ``out`` that holds another run, SpecMismatchError for parts that
+    do not belong together, InputError for an empty split, TrainingError when training cannot go on.
+    """
+    started = time.monotonic()
+    workers = join(config.machine)
+    target = Target.open(config.model, config.revision)
+    data = Data.open(config, target)
+    identity = {
+        "settings": config.model_dump(mode="json", exclude=set(_FREE)),
+        "data": data.facts["keys_hash"],
+        "store": data.store.spec.to_dict() | {"target": ""},
+        "workers": workers.count,
+    }
+    finished = _claim(config.out, identity) if workers.first else None
+    if workers.agree(finished is not None):
+        say(f"{config.out} holds this run already, finished; nothing to do")
+        return finished or {}
+    machine = Machine.settle(config.machine, workers.device)
+    parts = make_parts(config, target, data, machine)
+    run = _Run(config, parts, data, target, machine, workers, say if workers.first else _silent)
+    run.announce()
+    run.resume()
+    run.trainer.run(run)
+    return run.finish(identity, time.monotonic() - started)
+
+
+def _silent(_: str) -> None:
+    """What workers other than the first say."""
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """Make ``out`` this run's. Returns the result of a finished one; raises ConfigError when it is another run's."""
+    file = out / MANIFEST
+    if file.is_file():
+        manifest = read_json(file)
+        if not isinstance(manifest, dict) or manifest.get("kind") != "headrace.train":
+            raise ConfigError(f"{out} holds something else than a training run; give another --out")
+        theirs = dict(manifest.get("identity", {}))
+        if theirs != identity:
+            changed = sorted(
+                k
+                for k in identity["settings"]
+                if theirs.get("settings", {}).get(k) != identity["settings"][k]
+            )
+            what = ", ".join(changed) or ", ".join(
+                sorted(k for k in identity if theirs.get(k) != identity[k])
+            )
+            raise ConfigError(
+                f"{out} holds a training run that differs in: {what}; give another --out, or the settings it was started with"
+            )
+        return dict(manifest["result"]) if manifest.get("complete") else None
+    if (out / CONFIG).exists():
+        raise ConfigError(f"{out} holds a drafter that no training run here made; give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(
+        file, {"kind": "headrace.train", "complete": False, "version": __version__, "identity": identity}
+    )
+    return None
+
+
+class _Run:
+    """One run: what the training loop reports to."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        data: Data,
+        target: Target,
+        machine: Machine,
+        workers: Workers,
+        say: Say,
+    ) -> None:
+        self.config, self.parts, self.data, self.target, self.workers, self.say = (
+            config,
+            parts,
+            data,
+            target,
+            workers,
+            say,
+        )
+        taps = parts.model.config.taps
+        packs = train_packs(config, data, target, taps, machine, workers)
+        self.trainer = Trainer(parts.model, parts.teacher, packs, config, machine, workers)
+        self.held_out = functools.partial(validation_packs, config, data, target, taps, machine)
+        weights = (1.0,) * config.validation_steps
+        self.judge = Objective(parts.judge, "kl", weights, chunk=config.loss.chunk, compiled=machine.compiled)
+        self.curves = Curves(config.out, config.tensorboard and workers.first, on=workers.first)
+        self.progress = Progress(self.trainer.total_steps, say)
+        self.best: dict[str, Any] = {}
+        self.latest: dict[str, Any] = {}
+        self.saved_at = time.monotonic()
+
+    def announce(self) -> None:
+        """Say what is about to be trained, with the numbers that are asked for when it fails."""
+        facts, model, vocab = self.data.facts, self.parts.model, self.parts.vocab
+        trained = sum(p.numel() for p in self.trainer.optimizers.parameters)
+        self.say(
+            f"drafter: taps {list(model.config.taps)}, {trained / 1e6:.2f}M trained parameters, draft vocabulary {len(vocab.ids):,} of "
+            f"{vocab.vocab_size:,} (covers {vocab.coverage:.2%} of supervised tokens)"
+        )
+        if vocab.coverage < 0.95:
+            self.say(
+                f"warning: the draft vocabulary covers only {vocab.coverage:.1%}; every token outside it is a miss. Raise --shape.vocab"
+            )
+        if facts["rows_not_in_store"]:
+            self.say(
+                f"note: {facts['rows_not_in_store']:,} rows of {self.config.rows} are not in the store and take no part"
+            )
+        machine = self.trainer.machine
+        self.say(
+            f"data: {facts['train_rows']:,} rows, {facts['train_tokens']:,} tokens; {facts['validation_rows']:,} rows held out; "
+            f"{self.trainer.total_steps:,} steps on {machine.device} ({machine.attention} attention, "
+            f"{'bfloat16' if machine.bfloat16 else 'float32'}{', compiled' if machine.compiled else ''}, {self.workers.count} worker(s))"
+        )
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        facts = load_state(self.config.out / "checkpoints", self.trainer, self.say)
+        if facts is not None:
+            self.best, self.latest = dict(facts["best"]), dict(facts["latest"])
+            self.say(f"resumed at step {self.trainer.step:,} of {self.trainer.total_steps:,}")
+        self.curves.rewind(self.trainer.step)
+        self.progress.begin(self.trainer.step)
+
+    # --- what the training loop calls -------------------------------------------------------------------------
+
+    def trained(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
+        """Write the window's metrics and show how far the run is."""
+        self.curves.write("train", step, {**accuracy.summary(), **extra})
+        self.progress.show(step, accuracy, extra)
+
+    def validate(self, step: int) -> None:
+        """Judge the drafter on held-out rows; keep it if it is the best so far."""
+        if not self.workers.first:
+            return
+        trainer = self.trainer
+        found: Validation = validate(
+            self.parts.model,
+            trainer.unroll,
+            self.judge,
+            self.held_out(),
+            self.config.validation_steps,
+            trainer.machine.autocast(),
+        )
+        self.latest = {"step": step, **found.summary()}
+        self.curves.write("validation", step, found.summary())
+        better = not self.best or self.latest["implied_length"] > self.best["implied_length"]
+        shown = " ".join(f"{a:.3f}" for a in found.accuracy.conditional)
+        self.progress.say(
+            f"step {step:,}: held-out accuracy {shown}, implied length {found.accuracy.length:.3f}, simulated {found.simulated.length:.3f}"
+            + (" (best)" if better else "")
+        )
+        if better:
+            self.best = self.latest
+            save_draft(self.config.out, self.parts.model, self.parts.spec, self.lineage())
+
+    def checkpoint(self, step: int, last: bool) -> None:
+        """Save every few minutes, all workers at the same step."""
+        if not last and step % self.config.log_every:
+            return
+        if last or self.workers.agree(time.monotonic() - self.saved_at > 60 * self.config.save_minutes):
+            save_state(
+                self.config.out / "checkpoints", self.trainer, {"best": self.best, "latest": self.latest}
+            )
+            self.saved_at = time.monotonic()
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def lineage(self) -> dict[str, Any]:
+        """What made the weights that are saved now."""
+        return {
+            "headrace": __version__,
+            "step": self.trainer.step,
+            "tokens_seen": self.trainer.tokens,
+            "data": self.data.facts,
+            "settings": self.config.model_dump(mode="json", by_alias=False),
+            "vocabulary": {
+                "size": len(self.parts.vocab.ids),
+                "coverage": self.parts.vocab.coverage,
+                "hash": self.parts.vocab.hash,
+            },
+            "validation": self.best,
+        }
+
+    def finish(self, identity: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Close the records and write how the run ended."""
+        self.progress.end()
+        self.curves.close()
+        best = self.best
+        result = {
+            "out": str(self.config.out),
+            "steps": self.trainer.step,
+            "tokens_seen": self.trainer.tokens,
+            "train_rows": self.data.facts["train_rows"],
+            "train_tokens": self.data.facts["train_tokens"],
+            "validation_rows": self.data.facts["validation_rows"],
+            "draft_vocab": len(self.parts.vocab.ids),
+            "coverage": self.parts.vocab.coverage,
+            "best_step": best.get("step", 0),
+            "val_accuracy": best.get("accuracy", []),
+            "val_acceptance_length": best.get("implied_length", 0.0),
+            "val_simulated_length": best.get("simulated_length", 0.0),
+            "last": self.latest,
+            "tokens_per_second": self.progress.rate,
+            "seconds": round(seconds, 1),
+        }
+        self.workers.barrier()
+        if self.workers.first:
+            manifest = {
+                "kind": "headrace.train",
+                "complete": True,
+                "version": __version__,
+                "identity": identity,
+                "result": result,
+            }
+            write_json(self.config.out / MANIFEST, manifest)
+        return result

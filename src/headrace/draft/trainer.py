@@ -1,0 +1,243 @@
+"""The training loop: packs in, a better drafter out. Knows no files; what it reports goes to an observer.
+
+One update averages the gradients of ``packs_per_step`` packs, whichever workers they ran on, so one worker and four give
+the same update up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.draft.data import Packs
+from headrace.draft.metrics import Accuracy
+from headrace.draft.model import Eagle3Draft
+from headrace.draft.objective import COUNTERS, Objective
+from headrace.draft.optim import Average, Optimizers
+from headrace.draft.options import MachineOptions, TrainOptions
+from headrace.draft.teacher import Teacher
+from headrace.draft.ttt import Pack, Unroll
+from headrace.draft.workers import Workers
+from headrace.errors import ConfigError, TrainingError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How the work runs here, after ``auto`` is settled."""
+
+    device: torch.device
+    bfloat16: bool
+    attention: str
+    compiled: bool
+
+    @classmethod
+    def settle(cls, options: MachineOptions, device: torch.device) -> Machine:
+        """Decide what ``auto`` means on ``device``."""
+        cuda = device.type == "cuda"
+        attention = options.attention if options.attention != "auto" else ("flex" if cuda else "eager")
+        if attention == "flex" and not cuda:
+            raise ConfigError("flex attention has no backward pass on a CPU; set --machine.attention eager")
+        bfloat16 = cuda if options.precision == "auto" else options.precision == "bfloat16"
+        return cls(
+            device, bfloat16, attention, cuda if options.compile == "auto" else options.compile == "on"
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of frozen weights and states."""
+        return torch.bfloat16 if self.bfloat16 else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """The context that the drafter runs in."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
+
+
+class Observer(Protocol):
+    """Told what happens; every call comes from the training loop itself, on the first worker and the others alike."""
+
+    def trained(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
+        """Every ``log_every`` updates: counts since the last call, and rate, gradient norm, tokens, tokens per second."""
+
+    def validate(self, step: int) -> None:
+        """A validation is due (weights are those to be judged; they must be left as they are)."""
+
+    def checkpoint(self, step: int, last: bool) -> None:
+        """Asked after every update: a place where the run could be resumed."""
+
+
+class Trainer:
+    """Trains ``model`` (already on the device, its frozen parts in the machine's dtype) on ``packs``."""
+
+    def __init__(
+        self,
+        model: Eagle3Draft,
+        teacher: Teacher,
+        packs: Packs,
+        options: TrainOptions,
+        machine: Machine,
+        workers: Workers,
+    ) -> None:
+        if options.packs_per_step % workers.count:
+            raise ConfigError(
+                f"packs_per_step {options.packs_per_step} cannot be shared by {workers.count} workers; give a multiple of it"
+            )
+        self.model, self.packs, self.options, self.machine, self.workers = (
+            model,
+            packs,
+            options,
+            machine,
+            workers,
+        )
+        self.unroll = Unroll(model, attention=machine.attention, compiled=machine.compiled)
+        weights = tuple(options.loss.step_decay**s for s in range(options.ttt_steps))
+        self.objective = Objective(
+            teacher, options.loss.kind, weights, chunk=options.loss.chunk, compiled=machine.compiled
+        )
+        self.rounds = options.packs_per_step // workers.count
+        self.total_steps = options.max_steps or max(
+            1, math.ceil(packs.per_epoch() * options.epochs / self.rounds)
+        )
+        self.optimizers = Optimizers(model, options.optim, self.total_steps)
+        self.average = (
+            Average(self.optimizers.parameters, options.optim.average) if options.optim.average else None
+        )
+        self.window = Window(options.ttt_steps, machine.device)
+        self.step = 0
+        self.tokens = 0
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def run(self, observer: Observer) -> None:
+        """Train to the last step. Raises TrainingError when the loss is not finite or the data ends early."""
+        self.model.train()
+        window = self.window
+        window.restart()
+        stream = iter(self.packs)
+        validate_every = self.options.validate_every or max(1, self.packs.per_epoch() // self.rounds)
+        while self.step < self.total_steps:
+            rate, norm = self._update(stream, window)
+            self.step += 1
+            last = self.step == self.total_steps
+            if self.step % self.options.log_every == 0 or last:
+                accuracy, extra = window.close(self.workers)
+                self.tokens += int(extra["tokens"])
+                self._require_finite(accuracy, norm)
+                extra |= {
+                    "learning_rate": rate,
+                    "gradient_norm": float(norm),
+                    "tokens_seen": float(self.tokens),
+                }
+                observer.trained(self.step, accuracy, extra)
+            with window.paused():
+                if last or self.step % validate_every == 0:
+                    with self.judged():
+                        observer.validate(self.step)
+                observer.checkpoint(self.step, last)
+
+    def _update(self, stream: Iterator[Pack], window: Window) -> tuple[float, Tensor]:
+        for _ in range(self.rounds):
+            pack = next(stream, None)
+            if pack is None:
+                raise TrainingError("the training packs ended before the last step; give packs without end")
+            loss, sums, counts = self.loss_of(pack)
+            (loss / self.options.packs_per_step).backward()
+            window.add(sums, counts, pack.tokens)
+        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
+        self.workers.sum_(*gradients)
+        rate, norm = self.optimizers.step(self.step)
+        if self.average is not None:
+            self.average.update(self.step)
+        return rate, norm
+
+    def loss_of(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+        """The differentiable loss of one pack, its per-step sums and counts."""
+        with self.machine.autocast():
+            states = self.unroll(pack, self.options.ttt_steps)
+        head = self.model.lm_head.weight
+        outcome = self.objective(states, head.to(self.machine.dtype), pack.labels_final(), pack.layout.room)
+        return outcome.loss, outcome.sums, outcome.counts
+
+    def _require_finite(self, accuracy: Accuracy, norm: Tensor) -> None:
+        if not math.isfinite(float(norm)) or not all(map(math.isfinite, accuracy.losses)):
+            raise TrainingError(
+                f"the loss or its gradient is not finite at step {self.step} (gradient norm {float(norm)}); lower --optim.learning-rate, "
+                "and check the states with headrace verify"
+            )
+
+    def judged(self) -> _Judged:
+        """A context in which the model holds the weights that validation and the saved drafter use, in eval mode."""
+        return _Judged(self.model, self.average)
+
+
+class _Judged:
+    """Swaps the averaged weights in, and the training weights and mode back."""
+
+    def __init__(self, model: Eagle3Draft, average: Average | None) -> None:
+        self.model, self.average = model, average
+
+    def __enter__(self) -> None:
+        self.was_training = self.model.training
+        self.model.eval()
+        if self.average is not None:
+            self.average.swap()
+
+    def __exit__(self, *_: Any) -> None:
+        if self.average is not None:
+            self.average.swap()
+        self.model.train(self.was_training)
+
+
+class Window:
+    """Counts since the last log line, kept on the device so that no update waits for them."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.sums = torch.zeros(steps, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(len(COUNTERS), steps, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(1, dtype=torch.int64)
+        self.started = 0.0
+
+    def restart(self) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the rate."""
+        begun = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - begun
+
+    def add(self, sums: Tensor, counts: Tensor, tokens: int) -> None:
+        """Count one pack."""
+        self.sums += sums.double()
+        self.counts += counts
+        self.tokens += tokens
+
+    def close(self, workers: Workers) -> tuple[Accuracy, dict[str, float]]:
+        """Counts over all workers, tokens and tokens per second; the window begins anew."""
+        total = self.tokens.to(self.sums.device)
+        workers.sum_(self.sums, self.counts, total)
+        accuracy = Accuracy(self.counts.cpu().numpy(), self.sums.cpu().numpy())
+        elapsed = max(1e-9, time.perf_counter() - self.started)
+        extra = {"tokens": float(total), "tokens_per_second": float(total) / elapsed}
+        for tensor in (self.sums, self.counts, self.tokens):
+            tensor.zero_()
+        self.restart()
+        return accuracy, extra
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The open window, so that a resumed run logs what an unbroken one would."""
+        return {"sums": self.sums, "counts": self.counts, "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.sums.copy_(state["sums"])
+        self.counts.copy_(state["counts"])
+        self.tokens.copy_(state["tokens"])

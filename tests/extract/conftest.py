@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,25 +17,10 @@ from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Progress
 from headrace.extract.stages import Limits
 from headrace.target import Target
-from headrace.types import CaptureSpec, Origin, Row
+from headrace.testing.extraction import make_rows
+from headrace.types import CaptureSpec, Row
 
-VOCAB = 70000
-
-
-def make_rows(count: int, seed: int = 0, low: int = 4, high: int = 60) -> list[Row]:
-    """Distinct random rows with shared prefixes, equal lengths among them, and partial masks."""
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, VOCAB, high)
-    rows: dict[str, Row] = {}
-    while len(rows) < count:
-        tokens = int(rng.integers(low, high))
-        ids = rng.integers(0, VOCAB, tokens)
-        shared = int(rng.integers(0, tokens)) if rng.random() < 0.5 else 0
-        ids[:shared] = prefix[:shared]
-        mask = np.arange(tokens) >= tokens // 2
-        row = Row.make(ids, mask, Origin("made-up.jsonl", len(rows) + 1, f"c{len(rows)}"))
-        rows[row.key] = row
-    return list(rows.values())
+__all__ = ["Bench", "MemorySink", "make_rows"]
 
 
 @pytest.fixture(scope="session")

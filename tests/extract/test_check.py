@@ -55,7 +55,9 @@ def test_right_capture_passes_with_its_norms(good: Capture, row: Row, spec: Capt
         ("wrong_dtype", "dtype"),
     ],
 )
-def test_each_fault_is_refused_by_its_name(fault: str, kind: str, good: Capture, row: Row, spec: CaptureSpec) -> None:
+def test_each_fault_is_refused_by_its_name(
+    fault: str, kind: str, good: Capture, row: Row, spec: CaptureSpec
+) -> None:
     assert refusal(SPOILERS[fault](good), row, spec).kind == kind
 
 
@@ -65,7 +67,9 @@ def test_every_spoiler_is_covered() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_the_message_names_layer_and_position(value: float, good: Capture, row: Row, spec: CaptureSpec) -> None:
+def test_the_message_names_layer_and_position(
+    value: float, good: Capture, row: Row, spec: CaptureSpec
+) -> None:
     """EX-20: a NaN at position 7 of layer slot 2 (boundary 5)."""
     states = good.states.clone()
     states[2, 7, 3] = value

@@ -28,9 +28,7 @@ def test_everything_is_to_do_at_first() -> None:
 
 def test_each_reason_is_counted() -> None:
     gone = {KEYS[3]: Failure(KEYS[3], "too_long", "x", retryable=False)}
-    selection = select(
-        [*KEYS, KEYS[0]], [10] * 11, stored={KEYS[1]}, set_aside=gone, only=[], limit=6
-    )
+    selection = select([*KEYS, KEYS[0]], [10] * 11, stored={KEYS[1]}, set_aside=gone, only=[], limit=6)
     assert list(selection.todo) == [KEYS[0], KEYS[2], KEYS[4], KEYS[5]]
     assert dict(selection.skipped) == {"already_stored": 1, "beyond_limit": 4, "duplicate": 1}
     assert set(selection.set_aside) == {KEYS[3]}
@@ -73,7 +71,11 @@ def test_the_account_always_adds_up(data: st.DataObject) -> None:
     failed = {k: Failure(k, "timeout", "x") for k in failed_now}
     account = Account.close(selection, stored_before | stored_now, failed, finished=False)
     parts = account.to_json()
-    assert parts["stored"] + parts["skipped"] + parts["failed"] + parts["not_reached"] == parts["rows"] == len(keys)
+    assert (
+        parts["stored"] + parts["skipped"] + parts["failed"] + parts["not_reached"]
+        == parts["rows"]
+        == len(keys)
+    )
 
 
 def test_a_row_lost_on_the_way_fails_a_finished_run() -> None:

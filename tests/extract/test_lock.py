@@ -120,7 +120,9 @@ def test_a_lock_published_meanwhile_survives_the_take_over(path: Path) -> None:
     quick.release()
 
 
-def race(path: Path, start: multiprocessing.synchronize.Event, winners: multiprocessing.queues.Queue[int]) -> None:
+def race(
+    path: Path, start: multiprocessing.synchronize.Event, winners: multiprocessing.queues.Queue[int]
+) -> None:
     start.wait()
     try:
         RunLock.acquire(path, quiet)
@@ -134,7 +136,9 @@ def race(path: Path, start: multiprocessing.synchronize.Event, winners: multipro
 @pytest.mark.parametrize("dead_lock", [False, True])
 def test_of_many_at_once_one_wins(path: Path, dead_lock: bool) -> None:
     if dead_lock:
-        path.write_text(json.dumps({"host": lock_module._host(), "pid": 2**22 + 1, "started": "1", "token": "t"}))
+        path.write_text(
+            json.dumps({"host": lock_module._host(), "pid": 2**22 + 1, "started": "1", "token": "t"})
+        )
     start, winners = fork.Event(), fork.Queue()
     children = [fork.Process(target=race, args=(path, start, winners)) for _ in range(12)]
     for child in children:

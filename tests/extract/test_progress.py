@@ -24,7 +24,11 @@ class Clock:
 
 
 def simulate(
-    lengths: np.ndarray, seconds_for: Callable[[np.ndarray], float], batch_tokens: int, noise: float, seed: int
+    lengths: np.ndarray,
+    seconds_for: Callable[[np.ndarray], float],
+    batch_tokens: int,
+    noise: float,
+    seed: int,
 ) -> tuple[list[tuple[float, float, float]], float]:
     """A steady run: rows in the pipeline's own order, done batch by batch; returns (share, eta, time) and the end."""
     rng = np.random.default_rng(seed)
@@ -182,7 +186,10 @@ def test_a_line_has_everything() -> None:
     assert "PAUSED: disk full" in progress_line(a_snapshot(paused="disk full"))
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(None, "…"), (5, "0:05"), (845, "14:05"), (11645, "3:14:05"), (180_000, "2 d 02:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "…"), (5, "0:05"), (845, "14:05"), (11645, "3:14:05"), (180_000, "2 d 02:00")],
+)
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 

@@ -30,7 +30,7 @@ class EventLog:
         if self._torn():
             os.write(self._fd, b"\n")
 
-    def write(self, kind: str, *, durable: bool = False, **fields: Any) -> None:
+    def write(self, kind: str, /, *, durable: bool = False, **fields: Any) -> None:
         """Append one event; ``durable`` also waits until it is on the disk."""
         record = {"time": round(time.time(), 3), "event": kind, **fields}
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

@@ -66,7 +66,7 @@ class Journal:
             engine_version=engine.version,
         )
 
-    def event(self, kind: str, *, durable: bool = False, **fields: Any) -> None:
+    def event(self, kind: str, /, *, durable: bool = False, **fields: Any) -> None:
         """One line of the log."""
         self._events.write(kind, durable=durable, **fields)
 

@@ -67,8 +67,8 @@ class Pipeline:
         self._flight = Flight()
         self._notes: Notes = queue.SimpleQueue()
         self.verifier = Verifier(engine.spec, self._flight, budget, progress, limits, self._notes)
-        writer = Writer(sink, self.verifier.checked, budget, progress, limits.seal_seconds)
-        self._stages = [Worker("verify", self.verifier.run), Worker("write", writer.run)]
+        self._writer = Writer(sink, self.verifier.checked, budget, progress, limits.seal_seconds)
+        self._stages = [Worker("verify", self.verifier.run), Worker("write", self._writer.run)]
         self._session: Session | None = None
         self._deaths: Counter[str] = Counter()
         self._fruitless = 0
@@ -82,6 +82,7 @@ class Pipeline:
         Raises what a stage raised, EngineError for a dead engine, StorageFullError for a disk that stays full,
         IncompleteError for too many failures. Whatever was verified by then is sealed first, if the disk lets it.
         """
+        self._look_at_disk()
         for stage in self._stages:
             stage.start()
         try:
@@ -99,10 +100,11 @@ class Pipeline:
             self._note("round", rows=len(keys), number=number + 2)
             self._sleep(min(60.0, self.limits.retry_pause_seconds * 2**number))
             # Rows that were in flight at two deaths of the engine go one by one: the one that kills it is then known.
-            self._capture(RowSource(get(key) for key in keys if self._deaths[key] < 2))
-            for key in keys:
-                if self._deaths[key] >= 2 and not self.stopping:
-                    self._capture(RowSource([get(key)]), alone=True)
+            alone = [key for key in keys if self._deaths[key] >= 2]
+            crowd = [key for key in keys if self._deaths[key] < 2]
+            self._capture(RowSource(map(get, crowd)))
+            for key in alone:
+                self._capture(RowSource([get(key)]), alone=True)
             number += 1
 
     def _capture(self, source: RowSource, alone: bool = False) -> None:
@@ -131,7 +133,7 @@ class Pipeline:
             if not isinstance(error, EngineUnavailableError) or self.reopen is None:
                 raise error
             if not self.stopping:
-                self._bring_back(error)
+                self._bring_back(error, self.reopen)
 
     def _start(self, source: RowSource) -> Session:
         def admitted(row: Row) -> None:
@@ -180,7 +182,7 @@ class Pipeline:
         else:
             self.verifier.retry.append(row.key)
 
-    def _bring_back(self, error: BaseException) -> None:
+    def _bring_back(self, error: BaseException, reopen: Callable[[], Engine]) -> None:
         """Open the engine again, with patience. Raises ``error`` when it stays dead."""
         self._note("engine_lost", message=str(error))
         self.progress.error("engine_lost")
@@ -192,16 +194,15 @@ class Pipeline:
         delay = 1.0
         while not self.stopping:
             opened: list[Engine] = []
-            assert self.reopen is not None
-            reopen = self.reopen
-            worker = Worker("reopen", lambda reopen=reopen, opened=opened: opened.append(reopen()))  # type: ignore[misc]
+            worker = Worker("reopen", lambda opened=opened: opened.append(reopen()))  # type: ignore[misc]
             worker.start()
-            self._until(lambda worker=worker: worker.ended)  # type: ignore[misc]
-            if worker.error is None:
+            self._until(lambda worker=worker: worker.ended or time.monotonic() > deadline)  # type: ignore[misc]
+            if opened:
                 self.engine = opened[0]
                 self._note("engine_back")
                 return
-            if not isinstance(worker.error, HeadraceError) or time.monotonic() + delay > deadline:
+            foreign = worker.error is not None and not isinstance(worker.error, HeadraceError)
+            if foreign or time.monotonic() + delay > deadline:
                 raise error from worker.error
             self._sleep(delay)
             delay = min(30.0, 2 * delay)
@@ -263,12 +264,14 @@ class Pipeline:
                 self._session.alive = False
         verify, write = self._stages
         if self.aborted or write.error is not None:
-            self._pass_notes()
-            return
+            self.verifier.abandoned = self._writer.abandoned = True
         if verify.error is None:
             self.verifier.answers.put(None)
         else:  # nobody reads the answers any more; what was already judged right is still written
             self.verifier.checked.put(None)
+        if self.verifier.abandoned:
+            self._pass_notes()
+            return
         while not write.ended:
             write.join(TICK)
             self._pass_notes()

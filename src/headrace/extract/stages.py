@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ Checked = queue.Queue[tuple[Row, torch.Tensor] | None]
 Notes = queue.SimpleQueue[tuple[str, dict[str, Any]]]
 """Events on their way to the supervisor, which alone writes the log."""
 
+Item = TypeVar("Item")
 QUEUE_ITEMS = 256
 SHARE_AFTER = 200
 """Answers before the share of failures is judged."""
@@ -106,6 +107,8 @@ class Verifier:
         self.fatal: IncompleteError | None = None
         """Set when there are too many failures; the supervisor raises it."""
         self.successes = 0
+        self.abandoned = False
+        """Set when nobody will write any more: what still comes is let go, so that the threads can end."""
         self._tries: Counter[str] = Counter()
         self._in_a_row = 0
         self._bad = 0
@@ -116,7 +119,7 @@ class Verifier:
             self._judge(answer)
             self.answers.task_done()
         self.answers.task_done()
-        self.checked.put(None)
+        offer(self.checked, None, lambda: not self.abandoned)
 
     def _judge(self, answer: Capture | Failure) -> None:
         row = self.flight.take(answer.key)
@@ -136,33 +139,37 @@ class Verifier:
         self._in_a_row = 0
         self.successes += 1
         self.norms.add(norms)
-        self.checked.put((row, states))
+        offer(self.checked, (row, states), lambda: not self.abandoned)
 
     def fail(self, row: Row, failure: Failure) -> None:
         """Count a bad answer; the row is tried again in a later round or, after its last try, set aside."""
         self.budget.give(len(row))
         self.progress.refused(failure.kind)
+        if self.fatal is not None:
+            return  # the run is about to stop because of the engine; no row is blamed for that
         self._tries[row.key] += 1
         tries = self._tries[row.key]
-        self._bad += 1
-        self._in_a_row += 1
         self.notes.put(
             ("failure", {"key": row.key, "kind": failure.kind, "message": failure.message, "try": tries})
         )
+        if tries == 1:
+            # Later rounds hold only rows that failed before: there, failures in a row say nothing of the engine.
+            self._judge_engine(failure)
         if failure.retryable and tries < self.limits.tries:
             self.retry.append(row.key)
         else:
             self.set_aside(row, failure)
+
+    def _judge_engine(self, failure: Failure) -> None:
+        self._bad += 1
+        self._in_a_row += 1
         answers = self._bad + self.successes
+        last = f"the last with {failure.kind}: {failure.message}. Mend the engine and run the command again, it goes on"
         if self._in_a_row >= self.limits.failures_in_a_row:
-            self.fatal = IncompleteError(
-                f"{self._in_a_row} rows in a row failed, the last with {failure.kind}: {failure.message}. "
-                "Mend the engine and run the command again, it goes on"
-            )
+            self.fatal = IncompleteError(f"{self._in_a_row} rows in a row failed, {last}")
         elif answers >= SHARE_AFTER and self._bad > self.limits.failed_share * answers:
             self.fatal = IncompleteError(
-                f"{self._bad} of {answers} answers failed (--max-failed-share {self.limits.failed_share:g}), "
-                f"the last with {failure.kind}: {failure.message}. Mend the engine and run the command again, it goes on"
+                f"{self._bad} of {answers} answers failed (--max-failed-share {self.limits.failed_share:g}), {last}"
             )
 
     def set_aside(self, row: Row, failure: Failure) -> None:
@@ -181,6 +188,8 @@ class Writer:
     ) -> None:
         self.sink, self.checked, self.budget, self.progress = sink, checked, budget, progress
         self.seal_seconds = seal_seconds
+        self.abandoned = False
+        """Set to end the stage without sealing."""
         self._open_since: float | None = None
         """Since when the oldest capture not yet surely durable waits."""
 
@@ -197,14 +206,16 @@ class Writer:
             if self._open_since is None:
                 self._open_since = time.monotonic()
             self._seal_if_old()
-        self.sink.seal()
+        if not self.abandoned:
+            self.sink.seal()
 
     def _next(self) -> tuple[Row, torch.Tensor] | None:
-        while True:
+        while not self.abandoned:
             try:
                 return self.checked.get(timeout=1.0)
             except queue.Empty:
                 self._seal_if_old()
+        return None
 
     def _seal_if_old(self) -> None:
         if self._open_since is not None and time.monotonic() - self._open_since > self.seal_seconds:
@@ -212,17 +223,24 @@ class Writer:
             self._open_since = None
 
 
-def drive(capture: Callable[[], Any], answers: Answers, alive: Callable[[], bool]) -> None:
+def offer(to: queue.Queue[Item], item: Item, wanted: Callable[[], bool]) -> bool:
+    """Put ``item``, waiting for room for as long as it is wanted; whether it went in."""
+    while wanted():
+        try:
+            to.put(item, timeout=1.0)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def drive(
+    capture: Callable[[], Iterator[Capture | Failure]], answers: Answers, alive: Callable[[], bool]
+) -> None:
     """The engine's thread: passes its answers on for as long as the session counts."""
     for answer in capture():
-        while True:
-            if not alive():
-                return  # given up as hung: its rows have gone elsewhere
-            try:
-                answers.put(answer, timeout=1.0)
-                break
-            except queue.Full:
-                continue
+        if not offer(answers, answer, alive):
+            return  # given up as hung: its rows have gone elsewhere
 
 
 def _origin(row: Row) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,6 +17,9 @@ from headrace.errors import ConfigError
 
 class Section(BaseModel):
     """Base of every config section: frozen, unknown keys refused, field docstrings become the help text."""
+
+    AFTER_DASHES: ClassVar[str] = ""
+    """Field that takes what follows ``--`` on the command line, for commands that start another program."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True

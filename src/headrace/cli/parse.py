@@ -23,12 +23,17 @@ def parse(model: type[SectionT], command: str, summary: str, args: list[str]) ->
 
     Raises ConfigError (exit 2) for anything invalid; ``--help`` prints and exits through SystemExit, as argparse does.
     """
+    args, passed_on = _split_dashes(args)
     args, toml_path = _take_config(args)
     defaults: dict[str, Any] = {}
     where = f"headrace {command}"
     if toml_path is not None:
         defaults = Recipe.read(toml_path).defaults(command, set(model.model_fields))
         where = f"{toml_path} [{command.replace('-', '_')}] and the command line"
+    if passed_on:
+        if not model.AFTER_DASHES:
+            raise ConfigError(f"headrace {command} passes nothing on, but {passed_on[0]!r} follows --")
+        defaults = {**defaults, model.AFTER_DASHES: passed_on}
     settings = _settings_class(model, command, summary, defaults)
     try:
         parsed = settings(_cli_parse_args=args, **defaults)
@@ -37,6 +42,12 @@ def parse(model: type[SectionT], command: str, summary: str, args: list[str]) ->
         raise ConfigError(f"{where}: {explain(exc)}. See headrace {command} --help") from exc
     except SettingsError as exc:
         raise ConfigError(f"{where}: {str(exc).splitlines()[0]}. See headrace {command} --help") from exc
+
+
+def _split_dashes(args: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and what follows ``--``: flags of a program that the command starts."""
+    cut = args.index("--") if "--" in args else len(args)
+    return args[:cut], args[cut + 1 :]
 
 
 def _take_config(args: list[str]) -> tuple[list[str], Path | None]:

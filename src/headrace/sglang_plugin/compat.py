@@ -19,10 +19,6 @@ import torch
 from headrace.sglang_plugin.capture import ForwardStates, Segment
 from headrace.types import FINAL, Tap
 
-FIRST, LAST = (0, 5, 17), (0, 5, 23)
-"""Releases read and run. Later ones are tried, and refused when a name is gone."""
-NATIVE_SINCE = (0, 5, 23)
-
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 PAYLOAD = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.to_payload"
@@ -33,16 +29,6 @@ STORED_STATES = "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_
 def version() -> str:
     """The installed SGLang's version."""
     return importlib.metadata.version("sglang")
-
-
-def release(text: str) -> tuple[int, ...]:
-    """``0.5.15.post1`` → ``(0, 5, 15)``; a local build's suffix is ignored."""
-    numbers: list[int] = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers[:3])
 
 
 def check_names(targets: list[str]) -> list[str]:

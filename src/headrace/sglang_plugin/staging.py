@@ -46,8 +46,7 @@ class Staging:
         root.mkdir(parents=True, exist_ok=True)
         reclaim_dead(root)
         self.folder.mkdir(mode=0o700)
-        self._lock = os.open(self.folder / _ALIVE, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = lock_alive(self.folder / _ALIVE)
 
     def new_path(self, owner: str) -> Path:
         """A name that was never used before in this staging folder."""
@@ -106,6 +105,15 @@ class Staging:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+
+
+def lock_alive(path: Path) -> int:
+    """Make the file ``path``, locked from the moment it has its name; returns the descriptor that holds the lock."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fresh.rename(path)
+    return descriptor
 
 
 def reclaim_dead(root: Path) -> list[Path]:

@@ -30,7 +30,8 @@ class TorchvisionOps(importlib.abc.MetaPathFinder):
             import torch
 
             if not hasattr(torch.ops.torchvision, "nms"):
-                self._library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+                library: Any = torch.library.Library
+                self._library = library("torchvision", "DEF")
                 for operator in ("nms", "qnms"):
                     self._library.define(
                         f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

@@ -33,7 +33,7 @@ class PrepareConfig(Section):
 
     # --- rendering --------------------------------------------------------------------------------------------
     date: str = ""
-    """Date (YYYY-MM-DD) for templates that print one; needed by those, refused by the others."""
+    """Date (YYYY-MM-DD) for templates that print one; without it those are refused."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking=false."""
     content_tokens: Literal["plain", "reject", "as-served"] = "plain"
@@ -76,6 +76,8 @@ class PrepareConfig(Section):
     """A record that cannot be read or understood: stop with file and line, or count it and go on."""
     max_dropped: float = Field(default=1.0, ge=0.0, le=1.0)
     """Fail (exit 1) when a larger share of the records is dropped."""
+    allow_empty: bool = False
+    """Accept a result without rows."""
     workers: int = Field(default=1, ge=1)
     """Processes that render and tokenize; the rows do not depend on it."""
     stall_seconds: float = Field(default=300.0, gt=0)

@@ -107,6 +107,8 @@ class AnchoredPlaces:
         self._ids, self._places, self._ends, self._anchors, self._text = ids, places, ends, anchors, text
 
     def after(self, prefix: str) -> int | None:
+        if len(prefix) == len(self._text):
+            return len(self._ids)
         count = bisect_right(self._ends, len(prefix))
         if not count:  # nothing before the first control token: the prefix stands for itself
             tail = self._anchors.tail("", prefix)

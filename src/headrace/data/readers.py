@@ -11,7 +11,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +40,8 @@ class Chunk:
     """Raw JSON of each record; empty when ``arrow`` is set."""
     arrow: Any = None
     """pyarrow.Table of the records."""
+    position: int = 0
+    """Bytes of the file read so far, for progress."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -50,7 +52,14 @@ class Chunk:
         if (start, stop) == (0, len(self)):
             return self
         arrow = None if self.arrow is None else self.arrow.slice(start, max(0, stop - start))
-        return Chunk(self.source, self.first + start, self.lines[start:stop], self.texts[start:stop], arrow)
+        return Chunk(
+            self.source,
+            self.first + start,
+            self.lines[start:stop],
+            self.texts[start:stop],
+            arrow,
+            self.position,
+        )
 
 
 def file_kind(path: Path) -> str | None:
@@ -65,28 +74,31 @@ def read_file(path: Path, source: int, name: str) -> Iterator[Chunk]:
     """Chunks of one file. Raises InputError, with ``name`` and the line reached, for a file that cannot be read."""
     kind = file_kind(path)
     try:
-        if kind == "parquet":
-            yield from _read_parquet(path, source)
-        elif kind == "json":
-            yield from _in_chunks(_json_values(path, name), source)
-        else:
-            yield from _in_chunks(_lines(path, name), source)
+        with open(path, "rb", buffering=_BLOCK) as file:
+            if kind == "parquet":
+                yield from _read_parquet(file, source, name)
+            elif kind == "json":
+                yield from _in_chunks(_json_values(file, name), source, file.tell)
+            else:
+                yield from _in_chunks(_lines(file, name), source, file.tell)
     except FileNotFoundError:
         raise InputError(f"{name} does not exist; check the path") from None
     except PermissionError as exc:
         raise InputError(f"{name} cannot be read ({exc.strerror}); change its permissions") from exc
 
 
-def _in_chunks(records: Iterator[tuple[int, bytes]], source: int) -> Iterator[Chunk]:
+def _in_chunks(records: Iterator[tuple[int, bytes]], source: int, tell: Callable[[], int]) -> Iterator[Chunk]:
     chunk, size = Chunk(source, 0), 0
     for number, (line, text) in enumerate(records, 1):
         chunk.lines.append(line)
         chunk.texts.append(text)
         size += len(text)
         if len(chunk) >= CHUNK_RECORDS or size >= CHUNK_BYTES:
+            chunk.position = tell()
             yield chunk
             chunk, size = Chunk(source, number), 0
     if len(chunk):
+        chunk.position = tell()
         yield chunk
 
 
@@ -126,46 +138,48 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.open(path, "rb"), _BLOCK)
-    if path.suffix == ".zst":
-        return io.BufferedReader(_Zstd(open(path, "rb")), _BLOCK)
-    return open(path, "rb", buffering=_BLOCK)
+def _unpacked(file: IO[bytes]) -> IO[bytes]:
+    """The file's content, decompressed when its name says so."""
+    if file.name.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), _BLOCK)
+    if file.name.endswith(".zst"):
+        return io.BufferedReader(_Zstd(file), _BLOCK)
+    return file
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
+def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """Non-blank lines with their numbers; a byte order mark at the start is left out."""
     import zstandard
 
     number = 0
     try:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                text = line.strip()
-                if number == 1:
-                    text = text.removeprefix(codecs.BOM_UTF8)
-                if text:
-                    yield number, text
+        for number, line in enumerate(_unpacked(file), 1):
+            text = line.strip()
+            if number == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
+            if text:
+                yield number, text
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as exc:
         raise InputError(
             f"{name} is cut or corrupt after line {number} ({exc}); fetch the file again"
         ) from exc
 
 
-def _read_parquet(path: Path, source: int) -> Iterator[Chunk]:
+def _read_parquet(file: IO[bytes], source: int, name: str) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=CHUNK_RECORDS):
-                yield arrow_chunk(source, first, pa.Table.from_batches([batch]))
-                first += batch.num_rows
-    except pa.ArrowInvalid as exc:
+        parquet = pq.ParquetFile(file)
+        for batch in parquet.iter_batches(batch_size=CHUNK_RECORDS):
+            chunk = arrow_chunk(source, first, pa.Table.from_batches([batch]))
+            chunk.position = file.tell()
+            yield chunk
+            first += batch.num_rows
+    except pa.ArrowException as exc:
         raise InputError(
-            f"{path} is not a sound Parquet file at record {first + 1} ({exc}); fetch it again"
+            f"{name} is not a sound Parquet file at record {first + 1} ({exc}); fetch it again"
         ) from exc
 
 
@@ -241,29 +255,30 @@ class _JsonText:
         return line, text.encode("utf-8", "surrogatepass")
 
 
-def _json_values(path: Path, name: str) -> Iterator[tuple[int, bytes]]:
+def _json_values(file: IO[bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """The records of a .json file: the items of its array, or its values one after another (JSON lines in disguise)."""
+    import zstandard
+
     try:
-        with _open(path) as file:
-            text = _JsonText(file, name)
-            if text.peek() != "[":
-                while text.peek():
-                    yield text.value()
-                return
-            text.skip()
-            if text.peek() == "]":
-                return
-            while True:
+        text = _JsonText(_unpacked(file), name)
+        if text.peek() != "[":
+            while text.peek():
                 yield text.value()
-                mark = text.peek()
-                if mark not in (",", "]"):
-                    raise InputError(
-                        f"{name} line {text.line}: the array has no ',' or ']' after a record; repair the file"
-                    )
-                text.skip()
-                if mark == "]":
-                    break
-            if text.peek():
-                raise InputError(f"{name} line {text.line}: more text after the array ends; repair the file")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as exc:
+            return
+        text.skip()
+        if text.peek() == "]":
+            return
+        while True:
+            yield text.value()
+            mark = text.peek()
+            if mark not in (",", "]"):
+                raise InputError(
+                    f"{name} line {text.line}: the array has no ',' or ']' after a record; repair the file"
+                )
+            text.skip()
+            if mark == "]":
+                break
+        if text.peek():
+            raise InputError(f"{name} line {text.line}: more text after the array ends; repair the file")
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as exc:
         raise InputError(f"{name} is cut or corrupt ({exc}); fetch the file again") from exc

@@ -122,6 +122,7 @@ class Renderer:
         usable = [turn for turn in shown if turn is not None]
         if not usable:
             raise Drop("not_as_generated", "the generation prompt is no prefix of the rendered turn")
+        self.notes["turns_cut_by_token_limit"] += sum(turn.cut for turn in usable)
         if len(usable) < len(shown):
             self.notes["turns_not_as_generated"] += len(shown) - len(usable)
         return Planned(self._share(usable), encode)
@@ -258,10 +259,12 @@ class Renderer:
         if injected and not turn.reasons and turn.text.startswith(injected, len(turn.prompt)):
             start = places.after(turn.prompt + injected) or start
         own, end = self._end(turn)
-        stop = places.after(turn.text[: own if turn.cut else end])
+        stop = places.after(turn.text[:end])
         if stop is None:
             return None
-        if own == end and not turn.cut and stop < len(ids) and int(ids[stop]) in self.template.stop_ids:
+        if turn.cut and own < end:
+            stop -= 1  # the end-of-turn is one token, and the model did not produce it
+        elif own == end and not turn.cut and stop < len(ids) and int(ids[stop]) in self.template.stop_ids:
             stop += 1  # a template without end-of-turn: the model stops by emitting the next header
         return start, stop
 

@@ -67,6 +67,15 @@ class Sources:
     ignored: tuple[str, ...] = ()
     """Files in folders that are of no known kind."""
 
+    @property
+    def size(self) -> int:
+        """Bytes on disk of everything, 0 when some of it is not on disk."""
+        return sum(item.size for item in self.items) if all(item.size for item in self.items) else 0
+
+    def bytes_before(self, chunk: Chunk) -> int:
+        """Bytes on disk read when ``chunk`` was, about."""
+        return sum(item.size for item in self.items[: chunk.source]) + chunk.position
+
     def chunks(self, start: tuple[int, int] = (0, 0)) -> Iterator[Chunk]:
         """All chunks in order, from record ``start[1]`` (counted from 0) of source ``start[0]`` on."""
         left: list[int | None] = [group.head or None for group in self.groups]

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.data.control import REASONING_TAGS, ControlTokens, PlainEncoder, plain_encoder
 from headrace.data.encoding import Anchors, Encoder, normalize_ids
+from headrace.data.jinja import TemplateRenderer
 from headrace.data.messages import REASONING_KEYS, Message, split_inline
 from headrace.data.reasons import Drop
 from headrace.errors import ConfigError, PreflightError
@@ -72,7 +73,7 @@ class ChatTemplate:
                 "the model's tokenizer has no chat template; add chat_template.jinja to the model folder"
             )
         self.text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        self._refusals = _refusals()
+        self._renderer = TemplateRenderer(tokenizer, self.args)
         self.facts = self._probe()
         if self.facts.prints_date and not date:
             raise ConfigError(
@@ -101,40 +102,21 @@ class ChatTemplate:
     ) -> str:
         """Text of ``messages``, with the generation prompt behind it when ``prompt``. Raises Drop when the template refuses."""
         try:
-            return self._apply(messages, tools, prompt, self._date)
-        except self._refusals as exc:
+            return self._renderer(messages, tools, prompt, self._date)
+        except self._renderer.refusals as exc:
             raise Drop("template_refuses", _first_line(exc)) from exc
-
-    def _apply(
-        self, messages: Sequence[Message], tools: Any, prompt: bool, date: datetime.date | None
-    ) -> str:
-        args = self.args if date is None else {**self._date_args(date), **self.args}
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **args
-        )
-        if not isinstance(text, str):
-            raise PreflightError(f"apply_chat_template(tokenize=False) gave {type(text).__name__}, not text")
-        return text
-
-    def _date_args(self, date: datetime.date) -> dict[str, Any]:
-        moment = datetime.datetime.combine(date, datetime.time(12))
-        args: dict[str, Any] = {"strftime_now": moment.strftime}
-        if "date_string" in self.text and "strftime_now" not in self.text:
-            args["date_string"] = date.strftime("%d %b %Y")
-        return args
 
     def check(self) -> None:
         """Raise PreflightError unless rendering and encoding give the ids the tokenizer gives in one step."""
         conversation = [_USER, {"role": "assistant", "content": "It is 7."}, _USER]
-        args = self.args if self._date is None else {**self._date_args(self._date), **self.args}
         try:
             whole = normalize_ids(
                 self.tokenizer.apply_chat_template(
-                    conversation, tokenize=True, add_generation_prompt=True, **args
+                    conversation, tokenize=True, add_generation_prompt=True, **self.args
                 )
             )
-            text = self._apply(conversation, None, True, self._date)
-        except self._refusals:
+            text = self._renderer.by_tokenizer(conversation, prompt=True)
+        except self._renderer.refusals:
             return  # the template refuses this conversation; rows tell about themselves
         if whole != self.encoder.one(text):
             raise PreflightError(
@@ -177,8 +159,8 @@ class ChatTemplate:
     ) -> str | None:
         """Rendering of a question and these messages, None when the template refuses."""
         try:
-            return self._apply([_USER, *answers], tools, prompt, date)
-        except self._refusals:
+            return self._renderer([_USER, *answers], tools, prompt, date)
+        except self._renderer.refusals:
             return None
 
     def _probe(self) -> TemplateFacts:
@@ -241,8 +223,12 @@ class ChatTemplate:
     def _probe_date(self) -> bool:
         if "strftime_now" not in self.text and "date_string" not in self.text:
             return False
-        days = (datetime.date(2001, 2, 3), datetime.date(2019, 11, 28))
-        return len({self._try(date=day) for day in days}) > 1
+        texts = {self._try(date=day) for day in (datetime.date(2001, 2, 3), datetime.date(2019, 11, 28))}
+        if None in texts:
+            raise ConfigError(
+                "the model's template prints the date in a way that cannot be given from outside"
+            )
+        return len(texts) > 1
 
     def describe(self) -> dict[str, Any]:
         """The probes' findings as JSON values."""
@@ -301,22 +287,6 @@ def _is_think_block(text: str) -> bool:
     for tag in REASONING_TAGS:
         rest = rest.replace(tag, "")
     return rest != text and not rest.strip()
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """What a template may raise when it refuses a conversation: its own error, or Python's for data it did not expect."""
-    from jinja2.exceptions import TemplateError
-
-    return (
-        TemplateError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-        AssertionError,
-    )
 
 
 def _first_line(exc: Exception) -> str:

@@ -21,13 +21,14 @@ class Curves:
         self.file, self.on = folder / "metrics.jsonl", on
         self._handle: IO[str] | None = None
         self._board: Any = None
-        if tensorboard and on and find_spec("tensorboard") is not None:
+        self._wants_board = tensorboard and on and find_spec("tensorboard") is not None
+
+    def begin(self, step: int) -> None:
+        """Open for a run that goes on after ``step``: later lines are dropped (it writes them again), and a torn one."""
+        if self._wants_board:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
-
-    def rewind(self, step: int) -> None:
-        """Drop lines after ``step``: a resumed run writes them again. A torn last line goes too."""
+            self._board = SummaryWriter(str(self.file.parent / "tensorboard"), purge_step=step + 1)
         if not self.on or not self.file.is_file():
             return
         kept = []

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, SpecMismatchError
 from headrace.target import Target
 from headrace.types import CaptureSpec
 
@@ -174,14 +174,14 @@ class DraftConfig(Section):
         return cls(**{**values, **changes})
 
     def require_spec(self, spec: CaptureSpec, what: str) -> None:
-        """Raise ConfigError unless states of ``spec`` can feed this drafter: its taps, width and a final state."""
+        """Raise SpecMismatchError unless states of ``spec`` can feed this drafter: its taps, width and a final state."""
         missing = [tap for tap in self.taps if tap not in spec.taps]
         if missing:
-            raise ConfigError(
+            raise SpecMismatchError(
                 f"{what} holds taps {list(spec.taps)}, the drafter needs boundary {missing[0]}; extract with its taps {list(self.taps)}"
             )
         if spec.hidden_size != self.hidden_size:
-            raise ConfigError(
+            raise SpecMismatchError(
                 f"{what} has states of width {spec.hidden_size}, the drafter has {self.hidden_size}; use the store of its target"
             )
 

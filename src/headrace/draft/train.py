@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace._version import __version__
 from headrace.draft.checkpoint import CONFIG, save_draft
 from headrace.draft.config import TrainConfig
@@ -32,6 +34,7 @@ from headrace.files import read_json, write_json
 from headrace.target import Target
 
 Say = Callable[[str], None]
+KIND = "headrace.train"
 MANIFEST = "manifest.json"
 # Options that may differ when a run is continued: they change no number.
 _FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every", "store", "rows", "model"})
@@ -53,14 +56,16 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
         "store": data.store.spec.to_dict() | {"target": ""},
         "workers": workers.count,
     }
-    finished = _claim(config.out, identity) if workers.first else None
+    finished = _look(config.out, identity)
     if workers.agree(finished is not None):
         say(f"{config.out} holds this run already, finished; nothing to do")
         return finished or {}
     machine = Machine.settle(config.machine, workers.device)
+    torch.manual_seed(config.seed)
     parts = make_parts(config, target, data, machine)
     run = _Run(config, parts, data, target, machine, workers, say if workers.first else _silent)
     run.announce()
+    run.claim(identity)
     run.resume()
     run.trainer.run(run)
     return run.finish(identity, time.monotonic() - started)
@@ -70,34 +75,25 @@ def _silent(_: str) -> None:
     """What workers other than the first say."""
 
 
-def _claim(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Make ``out`` this run's. Returns the result of a finished one; raises ConfigError when it is another run's."""
+def _look(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The result of this very run, if ``out`` holds it, finished. Raises ConfigError when ``out`` is something else's."""
     file = out / MANIFEST
-    if file.is_file():
-        manifest = read_json(file)
-        if not isinstance(manifest, dict) or manifest.get("kind") != "headrace.train":
-            raise ConfigError(f"{out} holds something else than a training run; give another --out")
-        theirs = dict(manifest.get("identity", {}))
-        if theirs != identity:
-            changed = sorted(
-                k
-                for k in identity["settings"]
-                if theirs.get("settings", {}).get(k) != identity["settings"][k]
-            )
-            what = ", ".join(changed) or ", ".join(
-                sorted(k for k in identity if theirs.get(k) != identity[k])
-            )
-            raise ConfigError(
-                f"{out} holds a training run that differs in: {what}; give another --out, or the settings it was started with"
-            )
-        return dict(manifest["result"]) if manifest.get("complete") else None
-    if (out / CONFIG).exists():
-        raise ConfigError(f"{out} holds a drafter that no training run here made; give another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(
-        file, {"kind": "headrace.train", "complete": False, "version": __version__, "identity": identity}
-    )
-    return None
+    if not file.is_file():
+        if (out / CONFIG).exists():
+            raise ConfigError(f"{out} holds a drafter that no training run made there; give another --out")
+        return None
+    manifest = read_json(file)
+    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+        raise ConfigError(f"{out} holds something else than a training run; give another --out")
+    theirs = dict(manifest.get("identity", {}))
+    if theirs != identity:
+        settings = theirs.get("settings", {})
+        changed = [k for k, value in identity["settings"].items() if settings.get(k) != value]
+        what = ", ".join(changed or [k for k in identity if theirs.get(k) != identity[k]])
+        raise ConfigError(
+            f"{out} holds a training run that differs in: {what}; give another --out, or the settings it was started with"
+        )
+    return dict(manifest["result"]) if manifest.get("complete") else None
 
 
 class _Run:
@@ -156,13 +152,30 @@ class _Run:
             f"{'bfloat16' if machine.bfloat16 else 'float32'}{', compiled' if machine.compiled else ''}, {self.workers.count} worker(s))"
         )
 
+    def claim(self, identity: dict[str, Any]) -> None:
+        """Mark ``out`` as this run's; the first thing written, when nothing can be refused any more."""
+        if self.workers.first:
+            self.config.out.mkdir(parents=True, exist_ok=True)
+            self._manifest(identity, None)
+        self.workers.barrier()
+
+    def _manifest(self, identity: dict[str, Any], result: dict[str, Any] | None) -> None:
+        done = {} if result is None else {"result": result}
+        manifest = {
+            "kind": KIND,
+            "complete": result is not None,
+            "version": __version__,
+            "identity": identity,
+        }
+        write_json(self.config.out / MANIFEST, manifest | done)
+
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
         facts = load_state(self.config.out / "checkpoints", self.trainer, self.say)
         if facts is not None:
             self.best, self.latest = dict(facts["best"]), dict(facts["latest"])
             self.say(f"resumed at step {self.trainer.step:,} of {self.trainer.total_steps:,}")
-        self.curves.rewind(self.trainer.step)
+        self.curves.begin(self.trainer.step)
         self.progress.begin(self.trainer.step)
 
     # --- what the training loop calls -------------------------------------------------------------------------
@@ -249,12 +262,5 @@ class _Run:
         }
         self.workers.barrier()
         if self.workers.first:
-            manifest = {
-                "kind": "headrace.train",
-                "complete": True,
-                "version": __version__,
-                "identity": identity,
-                "result": result,
-            }
-            write_json(self.config.out / MANIFEST, manifest)
+            self._manifest(identity, result)
         return result

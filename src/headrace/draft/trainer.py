@@ -224,7 +224,8 @@ class Window:
         """Counts over all workers, tokens and tokens per second; the window begins anew."""
         total = self.tokens.to(self.sums.device)
         workers.sum_(self.sums, self.counts, total)
-        accuracy = Accuracy(self.counts.cpu().numpy(), self.sums.cpu().numpy())
+        # Copies: on the CPU .numpy() shares the memory that is cleared below.
+        accuracy = Accuracy(self.counts.cpu().numpy().copy(), self.sums.cpu().numpy().copy())
         elapsed = max(1e-9, time.perf_counter() - self.started)
         extra = {"tokens": float(total), "tokens_per_second": float(total) / elapsed}
         for tensor in (self.sums, self.counts, self.tokens):

@@ -61,7 +61,7 @@ def test_a_row_larger_than_the_budget_passes_alone() -> None:
 
 def feed_of(rows: list[Row], budget: Budget, taken: list[str]) -> tuple[RowSource, Feed]:
     source = RowSource(rows)
-    return source, Feed(source, budget, lambda seconds: True, lambda row: taken.append(row.key))
+    return source, Feed(source, budget, lambda row: True, lambda row: taken.append(row.key))
 
 
 def test_feed_blocks_on_the_budget_until_something_is_written() -> None:
@@ -95,19 +95,20 @@ def test_a_closed_feed_gives_nothing_and_loses_nothing() -> None:
     budget.give(2)
     thread.join(5)
     assert zombie == [None]
-    fresh = Feed(source, Budget(100), lambda seconds: True, lambda row: None)
+    fresh = Feed(source, Budget(100), lambda row: True, lambda row: None)
     assert [row.key for row in fresh] == [row.key for row in rows[1:]]
 
 
-def test_feed_waits_while_the_disk_is_full() -> None:
+def test_feed_waits_while_the_disk_is_full_and_keeps_no_budget_for_it() -> None:
     gate = threading.Event()
     rows = [Row.make([1, 2], [True, True])]
-    feed = Feed(RowSource(rows), Budget(10), gate.wait, lambda row: None)
+    budget = Budget(10)
+    feed = Feed(RowSource(rows), budget, lambda row: gate.is_set(), lambda row: None)
     got: list[Row] = []
     thread = threading.Thread(target=lambda: got.extend(feed))
     thread.start()
-    time.sleep(0.3)
-    assert not got
+    time.sleep(0.5)
+    assert not got and budget.used == 0
     gate.set()
     thread.join(5)
-    assert len(got) == 1
+    assert len(got) == 1 and budget.used == 2

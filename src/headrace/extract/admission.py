@@ -102,12 +102,13 @@ class Feed(Iterator[Row]):
         self,
         source: RowSource,
         budget: Budget,
-        may_admit: Callable[[float], bool],
+        has_room: Callable[[Row], bool],
         admitted: Callable[[Row], None],
     ) -> None:
+        """``has_room`` tells whether the disk can take a row, and takes the room; ``admitted`` hears of each row handed out."""
         self._source = source
         self._budget = budget
-        self._may_admit = may_admit
+        self._has_room = has_room
         self._admitted = admitted
         self._closed = False
 
@@ -118,15 +119,15 @@ class Feed(Iterator[Row]):
 
     def __next__(self) -> Row:
         while not self._closed:
-            if not self._may_admit(MOMENT):
-                continue
             with self._source.lock:
                 row = None if self._closed else self._source.peek()
                 if row is None:
                     break
                 if self._budget.take(len(row)):
-                    self._source.drop()
-                    self._admitted(row)
-                    return row
+                    if self._has_room(row):
+                        self._source.drop()
+                        self._admitted(row)
+                        return row
+                    self._budget.give(len(row))
             self._budget.wait(MOMENT)
         raise StopIteration

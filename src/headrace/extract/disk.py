@@ -50,7 +50,11 @@ class FolderSize:
 
 
 class DiskGuard:
-    """Holds admission back while free space is below ``min_free`` plus what is on its way to disk."""
+    """Admits a row only if the disk has room for it, for all that is on its way there, and for ``min_free``.
+
+    Free space is measured by :meth:`look`, now and then; between two looks each admitted row is taken off what was
+    there, so even a fast engine never admits more than fits. While there is no room, admission waits.
+    """
 
     MIN_INODES = 64
 
@@ -58,28 +62,42 @@ class DiskGuard:
         self.folder = folder
         self.min_free = min_free
         self._on_its_way = on_its_way
-        self._open = threading.Event()
-        self._open.set()
+        self._lock = threading.Lock()
+        self._allowance = 0
+        """Bytes that may still be admitted before the next look."""
+        self._refused = 0
+        """Size of the row that found no room since the last look."""
         self._paused_at: float | None = None
         self.last = space(folder)
 
+    def take(self, size: int) -> bool:
+        """Admit a row of ``size`` bytes if there is room. Called by the engine's thread."""
+        with self._lock:
+            if self._paused_at is None and size <= self._allowance:
+                self._allowance -= size
+                return True
+            self._refused = size
+            return False
+
     def look(self) -> str | None:
-        """Measure; returns the sentence to say when a pause has begun or ended. Called by the supervisor every moment."""
+        """Measure; returns the sentence to say when a pause has begun or ended. Called by the supervisor."""
         self.last = space(self.folder)
-        need = self.min_free + self._on_its_way()
-        inodes_out = 0 <= self.last.inodes < self.MIN_INODES
-        if self.last.free >= need and not inodes_out:
-            if self._paused_at is None:
+        with self._lock:
+            need = self.min_free + self._on_its_way() + self._refused
+            self._allowance = self.last.free - need + self._refused
+            self._refused = 0
+            inodes_out = 0 <= self.last.inodes < self.MIN_INODES
+            full = self.last.free < need or inodes_out
+            if full == (self._paused_at is not None):
                 return None
-            self._paused_at = None
-            self._open.set()
-            return f"space again on {self.folder} ({gigabytes(self.last.free)} free); going on"
-        if self._paused_at is not None:
-            return None
-        self._paused_at = time.monotonic()
-        self._open.clear()
-        why = f"{self.last.inodes} inodes" if inodes_out else f"{gigabytes(self.last.free)}"
-        return f"paused: {why} left on the file system of {self.folder}, {gigabytes(need)} needed; free some and it goes on by itself"
+            self._paused_at = time.monotonic() if full else None
+        if not full:
+            return f"space again on the file system of {self.folder} ({gigabytes(self.last.free)} free); going on"
+        left = f"{self.last.inodes} inodes" if inodes_out else gigabytes(self.last.free)
+        return (
+            f"paused: {left} left on the file system of {self.folder}, {gigabytes(need)} needed; "
+            "free some and it goes on by itself"
+        )
 
     @property
     def paused(self) -> bool:
@@ -90,10 +108,6 @@ class DiskGuard:
     def paused_seconds(self) -> float:
         """How long the present pause has lasted; 0 when there is none."""
         return 0.0 if self._paused_at is None else time.monotonic() - self._paused_at
-
-    def wait(self, seconds: float) -> bool:
-        """Block up to ``seconds`` while paused; True when admission may go on."""
-        return self._open.wait(seconds)
 
 
 def gigabytes(count: float) -> str:

@@ -24,7 +24,8 @@ from headrace.extract.worker import Worker
 from headrace.types import Failure, Row
 
 TICK = 0.1
-LOOK_AT_DISK = 1.0
+LOOK_AT_DISK = 0.5
+ROW_OVERHEAD = 512
 FRUITLESS_DEATHS = 5
 """An engine that died so often with no success between is not brought back again."""
 
@@ -74,6 +75,10 @@ class Pipeline:
         self._fruitless = 0
         self._successes_at_death = -1
         self._looked_at_disk = 0.0
+
+    def row_bytes(self, tokens: int) -> int:
+        """What a row of ``tokens`` takes on disk at most: its states, ids and mask, and its entries in the shard's tables."""
+        return tokens * (self.engine.spec.bytes_per_token + 8) + ROW_OVERHEAD
 
     def run(self, rows: Iterable[Row], get: Callable[[str], Row]) -> None:
         """Capture ``rows``, then those that failed again (fetched with ``get``), then seal.
@@ -141,7 +146,7 @@ class Pipeline:
             self._flight.add(row)
             self.progress.admitted(len(row))
 
-        feed = Feed(source, self.budget, self.guard.wait, admitted)
+        feed = Feed(source, self.budget, lambda row: self.guard.take(self.row_bytes(len(row))), admitted)
         session = Session(feed)
         engine, answers = self.engine, self.verifier.answers
         session.worker = Worker(

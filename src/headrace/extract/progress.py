@@ -194,6 +194,11 @@ class Progress:
         return self._flight["rows"]
 
     @property
+    def rows_out(self) -> int:
+        """Admitted and not yet written."""
+        return self._flight["rows"] + self._behind
+
+    @property
     def tokens_done(self) -> int:
         """Written in this session."""
         return self._done["tokens"]

@@ -22,7 +22,7 @@ from headrace.extract.files import RunFiles
 from headrace.extract.journal import Journal
 from headrace.extract.ledger import ALREADY, Account, FailureFile, Selection, select
 from headrace.extract.lock import RunLock
-from headrace.extract.pipeline import Pipeline
+from headrace.extract.pipeline import ROW_OVERHEAD, Pipeline
 from headrace.extract.progress import Progress
 from headrace.extract.signals import graceful_signals
 from headrace.extract.stages import Limits
@@ -195,7 +195,7 @@ class Extraction:
             """Bytes that may still go to disk without another row being admitted; never more than the run has left."""
             written = progress.bytes_raw - bytes_before
             left = selection.tokens * per_token - written + min(waiting, written)
-            return min(budget.used * per_token + waiting, left)
+            return min(budget.used * per_token + waiting, left) + ROW_OVERHEAD * progress.rows_out
 
         guard = DiskGuard(self.config.out, int(self.config.min_free), on_its_way)
         pipeline = Pipeline(

@@ -90,13 +90,20 @@ def compare_store(path: Path, rows: Iterable[Row]) -> Comparison:
 MakeEngine = Callable[[CaptureSpec], Engine]
 
 
-def extraction_process(config: ExtractConfig, make_engine: MakeEngine | None = None) -> ForkProcess:
-    """A child process, not yet started, that extracts and exits with the command's exit code."""
-    return multiprocessing.get_context("fork").Process(target=_extract_and_exit, args=(config, make_engine))
+def extraction_process(
+    config: ExtractConfig, make_engine: MakeEngine | None = None, log: Path | None = None
+) -> ForkProcess:
+    """A child process, not yet started, that extracts and exits with the command's exit code.
+
+    What it says goes to ``log``, by default a file beside the store.
+    """
+    log = log or config.out.with_name(config.out.name + ".log")
+    context = multiprocessing.get_context("fork")
+    return context.Process(target=_extract_and_exit, args=(config, make_engine, log))
 
 
-def _extract_and_exit(config: ExtractConfig, make_engine: MakeEngine | None) -> None:
-    log = open(config.out.with_name(config.out.name + ".log"), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+def _extract_and_exit(config: ExtractConfig, make_engine: MakeEngine | None, path: Path) -> None:
+    log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - the process ends with it
     code = 0
     try:
         engine = None

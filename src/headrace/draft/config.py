@@ -72,8 +72,6 @@ class TrainConfig(TrainOptions):
     """Drafter folder; a run that was stopped there is continued."""
     start: Path | None = Field(default=None, alias="from")
     """Start from this drafter (ours, or after `headrace import-draft`) instead of new weights; its shape is kept."""
-    init: Literal["target", "random"] = "target"
-    """target: start the layer from the target's last one where it fits; random: start it at random."""
     shape: ShapeOptions = ShapeOptions()
     """The drafter's shape."""
     threads: int = Field(default=2, ge=1)

@@ -83,6 +83,8 @@ class TrainOptions(Section):
     """Updates between validations; 0: once an epoch. There is always one at the end."""
     seed: int = 0
     """Seed of the first weights and of the order of the data."""
+    init: Literal["target", "random"] = "target"
+    """target: start the layer from the target's last one; random: start it at random."""
     loss: LossOptions = LossOptions()
     """The loss."""
     optim: OptimOptions = OptimOptions()

@@ -12,6 +12,7 @@ from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import ShapeOptions, TrainConfig
 from headrace.draft.data import Placing, StorePacks
 from headrace.draft.model import Eagle3Draft
+from headrace.draft.options import TrainOptions
 from headrace.draft.shape import DraftConfig
 from headrace.draft.teacher import Teacher
 from headrace.draft.trainer import Machine
@@ -119,19 +120,31 @@ def make_parts(config: TrainConfig, target: Target, data: Data, machine: Machine
         model, vocab = _started(config, target, data, counts)
     else:
         shape = draft_config(config.shape, target, data.store.spec)
-        vocab = choose_vocab(shape.draft_vocab_size, vocab_size, counts)
-        model = Eagle3Draft(shape)
-        initialize(model, target, torch.from_numpy(vocab.ids), config.seed)
-        if config.init == "target":
-            copy_layer(model, target, target.num_layers - 1)
+        model, vocab = new_drafter(shape, target, counts, config)
     model.lm_head.weight.requires_grad_(config.shape.train_lm_head)
     place_model(model, machine)
-    ids = torch.from_numpy(vocab.ids)
     teachers = [
-        Teacher(target.head, ids, temperature=t).to(machine.device, machine.dtype)
-        for t in (config.loss.temperature, 1.0)
+        make_teacher(target, vocab, machine, temperature) for temperature in (config.loss.temperature, 1.0)
     ]
     return Parts(model, data.store.spec, vocab, *teachers)
+
+
+def new_drafter(
+    shape: DraftConfig, target: Target, counts: np.ndarray, options: TrainOptions
+) -> tuple[Eagle3Draft, DraftVocab]:
+    """A drafter with its first weights, and the vocabulary chosen by ``counts``."""
+    vocab = choose_vocab(shape.draft_vocab_size, target.vocab_size, counts)
+    model = Eagle3Draft(shape)
+    initialize(model, target, torch.from_numpy(vocab.ids), options.seed)
+    if options.init == "target":
+        copy_layer(model, target, target.num_layers - 1)
+    return model, vocab
+
+
+def make_teacher(target: Target, vocab: DraftVocab, machine: Machine, temperature: float = 1.0) -> Teacher:
+    """The target's head over ``vocab``, on the machine."""
+    ids = torch.from_numpy(vocab.ids)
+    return Teacher(target.head, ids, temperature=temperature).to(machine.device, machine.dtype)
 
 
 def place_model(model: Eagle3Draft, machine: Machine) -> None:

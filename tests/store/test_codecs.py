@@ -1,0 +1,117 @@
+"""Codecs: lossless means every bit, lossy means a known error, and a chunk stands alone."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError
+from headrace.store.arrays import bits_of, first_bad_row, magnitudes, tensor_of
+from headrace.store.codecs import CODECS, Fp8, Planes, Raw, chunk_rows, default_codec, open_codec
+from headrace.testing.store import CodecTests, bit_arrays, decode, encode
+
+
+class TestRaw(CodecTests):
+    codec = Raw
+
+
+class TestPlanes(CodecTests):
+    codec = Planes
+    dtypes = ("bfloat16", "float16")
+
+    def test_payload_is_the_low_bytes_and_one_standard_zstd_frame(self) -> None:
+        bits = bits_of(torch.randn(7, 5).bfloat16())
+        payload, _ = encode(Planes("bfloat16"), bits)
+        assert bytes(payload[:35]) == (bits & 255).astype(np.uint8).tobytes()
+        # any zstd reader, not only ours, gets the high bytes
+        high = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(payload[35:])).read()
+        assert high == (bits >> 8).astype(np.uint8).tobytes()
+
+    def test_float32_is_refused_with_the_mend(self) -> None:
+        with pytest.raises(ConfigError, match="use raw or fp8"):
+            Planes("float32")
+
+    def test_states_shrink_to_about_two_thirds(self) -> None:
+        bits = bits_of((torch.randn(512, 576) * torch.rand(576) * 3).bfloat16())
+        payload, _ = encode(Planes("bfloat16"), bits)
+        assert len(payload) / bits.nbytes < 0.72
+
+
+class TestFp8(CodecTests):
+    codec = Fp8
+
+    def test_golden_values(self) -> None:
+        """Hand-computed: scale = max/448; 1.0/0.03125 = 32 exactly; 0.3/0.03125 = 9.6 rounds to 10 (step 1 in 8..16)."""
+        bits = bits_of(torch.tensor([[14.0, 1.0, -0.3, 0.0]]))
+        payload, scales = encode(Fp8("float32"), bits)
+        assert scales is not None and scales.tolist() == [0.03125]
+        assert torch.tensor(list(payload), dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist() == [
+            448.0,
+            32.0,
+            -10.0,
+            0.0,
+        ]
+        out = tensor_of(decode(Fp8("float32"), payload, scales, (1, 4)), "float32")
+        assert out.tolist() == [[14.0, 1.0, -0.3125, 0.0]]
+
+    @given(bit_arrays("bfloat16"))
+    def test_error_of_normal_values_is_at_most_half_a_step(self, bits: np.ndarray) -> None:
+        rows = [i for i in range(len(bits)) if first_bad_row(bits[i : i + 1], "bfloat16") is None]
+        if not rows:
+            return
+        bits = np.ascontiguousarray(bits[rows])
+        payload, scales = encode(Fp8("bfloat16"), bits)
+        true = tensor_of(bits, "bfloat16").double()
+        got = tensor_of(decode(Fp8("bfloat16"), payload, scales, bits.shape), "bfloat16").double()
+        top = true.abs().amax(dim=1, keepdim=True)
+        if (
+            float(top.max()) > 1e38 or float(top.min()) < 1e-30
+        ):  # float32 scales of such rows over- or underflow
+            return
+        # 3 mantissa bits: half a step is 1/16 of the value; below 2^-6 of e4m3's range the step is fixed; bfloat16 adds 2^-8
+        allowed = true.abs() * (1 / 16 + 1 / 200) + top / 448 * 2.0**-10 * 1.01
+        assert bool(((got - true).abs() <= allowed).all())
+
+    def test_rows_have_scales_of_their_own(self) -> None:
+        values = torch.randn(4, 64) * torch.tensor([1e-6, 1.0, 1e3, 1e6])[:, None]
+        payload, scales = encode(Fp8("bfloat16"), bits_of(values.bfloat16()))
+        got = tensor_of(decode(Fp8("bfloat16"), payload, scales, (4, 64)), "bfloat16").float()
+        relative = (got - values).norm(dim=1) / values.norm(dim=1)
+        assert float(relative.max()) < 0.04
+
+
+@given(st.data())
+def test_largest_magnitude_and_first_bad_row(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    bits = data.draw(bit_arrays(dtype))
+    values = tensor_of(bits, dtype)
+    bad = [i for i in range(len(values)) if not torch.isfinite(values[i]).all()]
+    zero = [i for i in range(len(values)) if bool((values[i] == 0).all())]
+    found = first_bad_row(bits, dtype, np.ones(len(bits), bool))
+    if bad:
+        assert found is not None and found[0] == bad[0]
+        assert found[1] == ("NaN" if torch.isnan(values[bad[0]]).any() else "an infinity")
+    elif zero:
+        assert found == (zero[0], "only zeros")
+        assert first_bad_row(bits, dtype) is None
+    else:
+        assert found is None
+        assert torch.equal(tensor_of(magnitudes(bits, dtype), dtype), values.abs().amax(dim=1))
+
+
+def test_names_and_defaults() -> None:
+    assert sorted(CODECS) == ["bf16-planes", "fp8", "raw"]
+    assert (default_codec("bfloat16"), default_codec("float16"), default_codec("float32")) == (
+        "bf16-planes",
+        "bf16-planes",
+        "raw",
+    )
+    with pytest.raises(ConfigError, match="is not one of"):
+        open_codec("gzip", "bfloat16")
+    assert (chunk_rows(576), chunk_rows(7168), chunk_rows(1_000_000)) == (227, 18, 1)

@@ -77,6 +77,7 @@ def test_get_finds_every_row_over_many_row_groups(tmp_path: Path, monkeypatch: p
     assert "nonsense" not in folder
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=30), max_size=20

@@ -112,13 +112,12 @@ class RecordReader:
         return item
 
     def _conversation(self, shape: str, record: dict[str, Any]) -> Conversation:
-        raw = {
-            "messages": _raw_messages,
-            "conversations": _raw_messages,
-            "alpaca": _raw_alpaca,
-            "prompt": _raw_prompt,
-        }[shape](record)
-        messages = self.messages.read_all(raw)
+        if shape in ("alpaca", "prompt"):
+            messages = self.messages.read_all(
+                _raw_alpaca(record) if shape == "alpaca" else _raw_prompt(record)
+            )
+        else:
+            messages = self._messages(record)
         messages = self._with_system(messages, record)
         conversation = Conversation(messages, self.messages.tools(record))
         self._add_finish(conversation, record)
@@ -126,6 +125,13 @@ class RecordReader:
         if self.answers:
             self._keep_trainable(conversation)
         return conversation
+
+    def _messages(self, record: dict[str, Any]) -> list[Message]:
+        lists = _message_lists(record)
+        read = [self.messages.read_all(messages) for messages in lists.values()]
+        if any(messages != read[0] for messages in read[1:]):
+            raise Bad("conflicting_keys", f"has {' and '.join(lists)} with different content; keep one")
+        return read[0]
 
     def _with_system(self, messages: list[Message], record: dict[str, Any]) -> list[Message]:
         """A system prompt kept beside the messages goes first, exactly once."""
@@ -254,15 +260,11 @@ def _identity(record: dict[str, Any], item: Item) -> str:
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 
-def _raw_messages(record: dict[str, Any]) -> list[Any]:
+def _message_lists(record: dict[str, Any]) -> dict[str, list[Any]]:
     lists = {k: record[k] for k in ("messages", "conversations", "conversation") if record.get(k) is not None}
     if not lists:
         raise Bad("unknown_shape", "has no messages")
-    parsed = {key: _json_list(key, value) for key, value in lists.items()}
-    values = list(parsed.values())
-    if len(values) > 1 and any(_plain(v) != _plain(values[0]) for v in values[1:]):
-        raise Bad("conflicting_keys", f"has {' and '.join(parsed)} with different content; keep one")
-    return values[0]
+    return {key: _json_list(key, value) for key, value in lists.items()}
 
 
 def _json_list(key: str, value: Any) -> list[Any]:
@@ -277,13 +279,6 @@ def _json_list(key: str, value: Any) -> list[Any]:
             f"has {key} that is no list of messages" if value else f"has an empty list of {key}",
         )
     return value
-
-
-def _plain(messages: list[Any]) -> list[Any]:
-    """Role and content whatever they are called, to compare two spellings of one conversation."""
-    if not all(isinstance(m, dict) for m in messages):
-        return messages
-    return [[m.get("role", m.get("from")), m.get("content", m.get("value"))] for m in messages]
 
 
 def _raw_alpaca(record: dict[str, Any]) -> list[Any]:

@@ -55,10 +55,9 @@ class Draft:
 class Turn:
     """One assistant turn, rendered as generated."""
 
+    index: int
     prompt: str
     text: str
-    reasons: bool
-    """The turn has reasoning of its own."""
     finish: str = ""
 
     @property
@@ -169,14 +168,16 @@ class Renderer:
         """The turn as generated, None when the template does not render it so."""
         prompt = self.template.render(messages[:index], tools, prompt=True)
         text = self.template.render(messages[: index + 1], tools)
-        header = self.template.facts.header
-        if header and text.startswith(header, len(prompt)):
-            prompt += header
         if not text.startswith(prompt):
             return None
-        message = messages[index]
-        reasons = bool(message.get(self.template.facts.reasoning_key)) or "</think>" in message["content"]
-        return Turn(prompt, text, reasons, finish)
+        facts, message = self.template.facts, messages[index]
+        if facts.header and text.startswith(facts.header, len(prompt)):
+            prompt += facts.header
+        thought, closed, _ = message["content"].partition("</think>")
+        reasons = message.get(facts.reasoning_key) or (closed and thought.replace("<think>", "").strip())
+        if facts.injected and not reasons and text.startswith(facts.injected, len(prompt)):
+            prompt += facts.injected  # what a server that is told not to think puts into the prompt
+        return Turn(index, prompt, text, finish)
 
     def _share(self, turns: list[Turn]) -> list[Plan]:
         """Put turns that one rendering holds into one row, from the last backwards. Raises Drop by policy."""
@@ -210,35 +211,42 @@ class Renderer:
 
     def finish(self, planned: Planned, ids: Sequence[Sequence[int]]) -> list[Draft]:
         """Rows from the plans and the ids of their texts. Raises Drop."""
-        drafts = list(planned.exact)
+        drafts = list(enumerate(planned.exact))
         encode = planned.encode or self.template.encoder.one
         queue = [(plan, np.array(i, dtype=np.int32)) for plan, i in zip(planned.plans, ids, strict=True)]
         while queue:
             plan, row_ids = queue.pop(0)
-            places = self._places(plan.text, row_ids, planned)
-            last = plan.turns[-1]
-            span = self._span(last, row_ids, places)
-            if span is None:
-                continued = self._continued(last, encode)
-                if continued is None:
-                    self.notes["turns_not_as_generated"] += 1
-                    continue
-                row_ids, span = continued
-                places = DirectPlaces(row_ids, encode)
-            spans = {id(turn): self._span(turn, row_ids, places) for turn in plan.turns[:-1]}
-            spans[id(last)] = span
-            drafts.append(
-                _draft(row_ids, [(turn, s) for turn in plan.turns if (s := spans[id(turn)]) is not None])
-            )
-            for turn in (t for t in plan.turns if spans[id(t)] is None):  # a prefix as text, not as ids
-                self._rewritten()
-                if self.policy.rewritten_history == "fan-out":
-                    queue.append((Plan(turn.text, [turn]), np.array(encode(turn.text), dtype=np.int32)))
+            draft, left = self._fill(plan, row_ids, planned)
+            if draft is not None:
+                drafts.append((plan.turns[-1].index, draft))
+            queue += [(more, np.array(encode(more.text), dtype=np.int32)) for more in left]
         if not drafts:
             raise Drop("not_as_generated", "the generation prompt's ids are no prefix of the turn's")
         if len(drafts) > 1:
             self.notes["conversations_fanned_out"] += 1
-        return drafts
+        return [draft for _, draft in sorted(drafts, key=lambda item: item[0])]
+
+    def _fill(self, plan: Plan, ids: np.ndarray, planned: Planned) -> tuple[Draft | None, list[Plan]]:
+        """The plan's row, and plans for those of its turns that are a prefix of it as text and not as ids."""
+        places = self._places(plan.text, ids, planned)
+        *earlier, last = plan.turns
+        span = self._span(last, ids, places)
+        if span is None:
+            encode = planned.encode or self.template.encoder.one
+            continued = self._continued(last, encode)
+            if continued is None:
+                self.notes["turns_not_as_generated"] += 1
+                return None, [Plan(earlier[-1].text, earlier)] if earlier else []
+            ids, span = continued
+            places = DirectPlaces(ids, encode)
+        found = [(turn, self._span(turn, ids, places)) for turn in earlier]
+        draft = _draft(ids, [*((turn, s) for turn, s in found if s is not None), (last, span)])
+        left = []
+        for turn in (turn for turn, s in found if s is None):
+            self._rewritten()
+            if self.policy.rewritten_history == "fan-out":
+                left.append(Plan(turn.text, [turn]))
+        return draft, left
 
     def _places(self, text: str, ids: np.ndarray, planned: Planned) -> Places:
         anchors = self.template.anchors
@@ -255,9 +263,6 @@ class Renderer:
         start = places.after(turn.prompt)
         if start is None:
             return None
-        injected = self.template.facts.injected
-        if injected and not turn.reasons and turn.text.startswith(injected, len(turn.prompt)):
-            start = places.after(turn.prompt + injected) or start
         own, end = self._end(turn)
         stop = places.after(turn.text[:end])
         if stop is None:
@@ -308,7 +313,7 @@ class Renderer:
                 self._rewritten()
                 if self.policy.rewritten_history == "last-turn":
                     continue
-            turn = Turn("", "", False, conversation.finish.get(index, ""))
+            turn = Turn(index, "", "", conversation.finish.get(index, ""))
             drafts.insert(0, _draft(np.array(whole, dtype=np.int32), [(turn, span)], exact=True))
         return drafts
 

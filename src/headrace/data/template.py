@@ -216,7 +216,7 @@ class ChatTemplate:
                 if text is None or f"'{_KEY}'" in text:  # the Python spelling of a dict is no JSON
                     continue
                 without = self._try({"role": "assistant", "content": "x"}, tools=tools) or ""
-                if text.count(_FUNCTION) > without.count(_FUNCTION) and _VALUE in text:
+                if _VALUE in text and _VALUE not in without:
                     return True, isinstance(arguments, dict)
         return False, True
 

@@ -9,6 +9,7 @@ tokenizer, down to ``added_tokens_decoder`` and the keyword arguments of ``apply
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -166,14 +167,13 @@ class ToyTokenizer:
     ) -> Any:
         """Rendered text, or its ids when ``tokenize``. Raises jinja2.TemplateError when the template refuses."""
         names = {**self.special_tokens_map, "add_generation_prompt": add_generation_prompt, **kwargs}
-        text = (
-            _environment().from_string(self.chat_template).render(messages=conversation, tools=tools, **names)
-        )
+        text = _compiled(self.chat_template).render(messages=conversation, tools=tools, **names)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
-def _environment() -> Any:
-    """Jinja as transformers sets it up."""
+@functools.lru_cache(maxsize=64)
+def _compiled(template: str) -> Any:
+    """The template in Jinja as transformers sets it up."""
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -187,4 +187,4 @@ def _environment() -> Any:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    return environment.from_string(template)

@@ -68,7 +68,8 @@ class StagedCapture:
     def discard(self) -> None:
         """Give the capture up, finished or not; pieces still coming are ignored."""
         self.fail(Refusal(kind="aborted", message="the request was aborted"))
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     # --- called by any thread ---------------------------------------------------------------------------------
 
@@ -94,7 +95,8 @@ class StagedCapture:
             if self.failure is None:
                 self.failure = refusal
             self._close_unused()
-        self._part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+            self._part.unlink()
         self._done.set()
 
     @contextlib.contextmanager

@@ -16,13 +16,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.engines.base import Engine
-from headrace.types import Capture, Failure, Row
+from headrace.types import FINAL, Capture, Failure, Row, Tap
 
 Reference = Callable[[Row], torch.Tensor]
 
@@ -48,6 +49,27 @@ def row_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Largest relative error over (tap, token): |got - want| / |want|, each over the hidden axis, in float32."""
     got, want = got.float(), want.float()
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-12)).max())
+
+
+def transformers_reference(folder: Path, taps: tuple[Tap, ...]) -> Reference:
+    """Row → [taps, tokens, hidden] float32 from transformers' own ``output_hidden_states``, independent of our engines.
+
+    transformers gives boundaries below N and the final state; boundary N is not among them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    known: dict[str, torch.Tensor] = {}
+
+    def states(row: Row) -> torch.Tensor:
+        if row.key not in known:
+            ids = torch.from_numpy(row.ids.astype(np.int64))[None]
+            with torch.inference_mode():
+                hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+            known[row.key] = torch.stack([hidden[-1 if tap == FINAL else int(tap)][0] for tap in taps])
+        return known[row.key]
+
+    return states
 
 
 class EngineTests:

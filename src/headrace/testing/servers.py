@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +16,7 @@ from typing import Self
 import httpx
 import psutil
 
+from headrace.engines.config import ServeConfig
 from headrace.errors import EngineUnavailableError
 
 
@@ -137,3 +138,31 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+ServerMaker = Callable[..., ServerProcess]
+"""A fixture that makes servers; they are stopped when the tests end."""
+
+SGLANG_ON_CPU = (
+    "--max-total-tokens=8192", "--context-length=2048", "--mem-fraction-static=0.3", "--max-running-requests=16",
+    "--chunked-prefill-size=64",
+)  # fmt: skip
+"""SGLang's flags for a small model in a test; the platform of :mod:`headrace.testing.sglang_cpu` supplies the rest."""
+
+
+def sglang_capture_server(
+    config: ServeConfig, log: Path, env: Mapping[str, str] | None = None
+) -> ServerProcess:
+    """The server that ``headrace serve`` would start with ``config``, on its port; not started yet.
+
+    ``config.python`` is the interpreter of an environment of :mod:`headrace.testing.envs`.
+    """
+    from headrace.engines.sglang.launch import build_launch
+    from headrace.target import Target
+
+    launch = build_launch(config, Target.open(config.model))
+    return ServerProcess(launch.command, config.port, log, env={**QUIET, **launch.environment, **(env or {})})
+
+
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment of a server in a test: no network, no more threads than the smallest machine has cores."""

@@ -17,7 +17,9 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 def activate() -> str:
     """Entry point of the group ``sglang.srt.platforms``: the dotted name of the platform class."""
-    return f"{__name__}.TorchCpuPlatform"
+    # Up to 0.5.22 the platform chooses memory pools; since then SGLang does, and warns about a platform that still tries.
+    name = "TorchCpuPlatform" if hasattr(SRTPlatform, "get_kv_pool_cls") else "TorchCpuPlatformWithPools"
+    return f"{__name__}.{name}"
 
 
 class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
@@ -92,7 +94,9 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
     def supports_speculative_draft_attention_backend(self, algorithm: Any, backend: Any) -> bool:
         return True
 
-    # --- asked by releases up to 0.5.22, which leave these to the platform ----------------------------------------
+
+class TorchCpuPlatformWithPools(TorchCpuPlatform):
+    """For releases that ask the platform which memory pools to use."""
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

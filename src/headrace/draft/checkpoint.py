@@ -69,9 +69,9 @@ def save_draft(folder: Path, model: Eagle3Draft, spec: CaptureSpec, lineage: dic
 
 
 def load_draft(
-    folder: Path, target: Target | None = None, *, device: str = "cpu", dtype: torch.dtype | None = None
+    folder: Path, target: Target | None = None, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Draft:
-    """Read a drafter in eval mode; ``dtype`` converts its weights, else they stay as stored.
+    """Read a drafter in eval mode, its weights in ``dtype``.
 
     ``target`` supplies the embedding (and is checked against the drafter's spec); when absent, the folder or hub id
     that the spec names is opened. Raises ConfigError for a folder that is no drafter, CorruptError for damaged weights,
@@ -95,7 +95,7 @@ def load_draft(
     with torch.device("meta"):
         model = Eagle3Draft(config)
     assign(model, tensors, str(folder / WEIGHTS))
-    model = model.to(device=device, dtype=dtype) if dtype is not None else model.to(device=device)
+    model = model.to(device=device, dtype=dtype)
     return Draft(model.eval().requires_grad_(False), spec, dict(document["lineage"]), expected)
 
 

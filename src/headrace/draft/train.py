@@ -254,6 +254,7 @@ class _Run:
             "coverage": self.parts.vocab.coverage,
             "best_step": best.get("step", 0),
             "val_accuracy": best.get("accuracy", []),
+            "val_accuracy_in_vocab": best.get("accuracy_in_vocab", []),
             "val_acceptance_length": best.get("implied_length", 0.0),
             "val_simulated_length": best.get("simulated_length", 0.0),
             "last": self.latest,

@@ -366,6 +366,8 @@ def _int_list(what: str, value: Any) -> np.ndarray:
         raise Bad("bad_token_ids", f"has {what} that are no flat list of whole numbers") from exc
     if array.ndim != 1 or array.dtype.kind not in "iub" or not len(array):
         raise Bad("bad_token_ids", f"has {what} that are no flat, non-empty list of whole numbers")
+    if bool((array >= 2**31).any()) or bool((array < -(2**31)).any()):
+        raise Bad("bad_token_ids", f"has {what} too large for a token id")
     return array.astype(np.int64)
 
 

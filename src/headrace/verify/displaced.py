@@ -6,14 +6,12 @@ taps left.
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import numpy as np
 import torch
 
 from headrace.types import FINAL
 from headrace.verify.measure import token_errors
-from headrace.verify.problem import FIT, Finding, Problem, explains
+from headrace.verify.problem import FIT, Finding, Problem, explains, ranges
 
 MOST = 0.5  # of the bad tokens must be explained by one source for it to be named
 ALL = 0.8  # of a row's tokens are bad: the row as a whole is displaced
@@ -109,14 +107,3 @@ def _name_move(
         "the tokens are in reverse" if mirrored else f"the tokens of {ranges(tokens)} are in another order",
         None,
     )
-
-
-def ranges(tokens: np.ndarray) -> str:
-    """``tokens 3..7, 9`` of sorted or unsorted places, at most three stretches."""
-    ordered = sorted({int(t) for t in tokens})
-    runs = [
-        [v for _, v in group] for _, group in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    ]
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
-    more = f" and {len(parts) - 3} more stretches" if len(parts) > 3 else ""
-    return f"{'token' if len(ordered) == 1 else 'tokens'} {', '.join(parts[:3])}{more}"

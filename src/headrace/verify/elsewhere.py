@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from headrace.types import FINAL, Row
-from headrace.verify.displaced import ALL, MOST, Result, joint_errors, nearest, ranges, same_places
+from headrace.verify.displaced import ALL, MOST, Result, joint_errors, nearest, same_places
 from headrace.verify.pool import Match, Pool
-from headrace.verify.problem import FIT, Finding, Problem, explains, thin
+from headrace.verify.problem import FIT, Finding, Problem, explains, ranges, thin
 from headrace.verify.reference import Reference
 
 Neighbours = Callable[[str], list[Row]]

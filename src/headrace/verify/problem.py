@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -109,3 +110,14 @@ def fit(stored: torch.Tensor, reference: torch.Tensor) -> float:
 def explains(error: float, claimed: float) -> bool:
     """Whether a candidate at ``error`` is a better account than the spec's own at ``claimed``."""
     return error <= FIT and error < BETTER * claimed
+
+
+def ranges(places: np.ndarray, noun: str = "token") -> str:
+    """``tokens 3..7, 9`` of places in any order, at most three stretches."""
+    ordered = sorted({int(p) for p in places})
+    runs = [
+        [v for _, v in group] for _, group in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    ]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    more = f" and {len(parts) - 3} more stretches" if len(parts) > 3 else ""
+    return f"{noun if len(ordered) == 1 else noun + 's'} {', '.join(parts[:3])}{more}"

@@ -12,6 +12,7 @@ from headrace.verify.sample import detectable_share
 
 if TYPE_CHECKING:
     from headrace.cli.output import Output
+    from headrace.verify.config import VerifyConfig
     from headrace.verify.faults import Fault
     from headrace.verify.journal import Journal, Record
     from headrace.verify.sampler import Sampler
@@ -66,6 +67,30 @@ def build_report(
         },
         "out": str(journal.folder),
         "seconds": round(session.clock.seconds, 3),
+        "headrace": __version__,
+    }
+
+
+def unreadable_report(config: VerifyConfig, message: str) -> dict[str, Any]:
+    """The report on a store that cannot even be opened."""
+    from headrace.verify.faults import Fault
+
+    return {
+        "verify_ok": False,
+        "verdict": "rejected",
+        "complete": False,
+        "faults": [Fault("store-damaged", message).to_dict()],
+        "store": str(config.store),
+        "target": config.model,
+        "structure": {"complete": False, "lines": [["store", "cannot be opened"]]},
+        "sample": {"captures": 0, "planned": 0, "of": 0, "tokens": 0, "failed": 0},
+        "taps": [],
+        "noise": None,
+        "tolerance": None,
+        "meaning": None,
+        "reference": None,
+        "out": None,
+        "seconds": 0.0,
         "headrace": __version__,
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from headrace.data.rows import RowFolder
+from headrace.errors import CorruptError
 from headrace.files import write_json
 from headrace.store import Store
 from headrace.target import Target
@@ -22,7 +23,7 @@ from headrace.verify.faults import Fault
 from headrace.verify.journal import Journal
 from headrace.verify.problem import Finding
 from headrace.verify.reference import Reference
-from headrace.verify.report import build_report
+from headrace.verify.report import build_report, unreadable_report
 from headrace.verify.sample import sample_size, spread
 from headrace.verify.sampler import Sampler
 from headrace.verify.scan import scan_store
@@ -40,10 +41,14 @@ def verify(config: VerifyConfig, say: Say | None = None) -> dict[str, Any]:
     Raises InputError or ConfigError when store, rows or target cannot be opened, EngineError when the reference fails.
     A store that is wrong raises nothing: the verdict says so.
     """
+    try:
+        store = Store.open(config.store)
+    except CorruptError as exc:
+        return unreadable_report(config, str(exc))
     session = Session(
         config=config,
         say=say or (lambda _text: None),
-        store=Store.open(config.store),
+        store=store,
         target=Target.open(config.model, config.revision),
         rows=None if config.rows is None else RowFolder.open(config.rows),
         clock=Clock(config.budget_minutes, config.budget_tokens),
@@ -79,8 +84,9 @@ class Verification:
                     f"re-extracting {len(planned):,} of {len(session.store):,} captures with {reference.engine.info.name}"
                 )
                 sampler.run(planned)
-                faults += self.explain(sampler, planned)
-                faults += meaning.judge(sampler.meaning)
+                named = {fault.code for fault in faults}
+                faults += [fault for fault in self.explain(sampler, planned) if fault.code not in named]
+                faults += meaning.judge(sampler.meaning) + _damaged(sampler)
         report = build_report(session, self.journal, structure, sampler, planned, faults)
         write_json(self.out / "report.json", report)
         return report
@@ -103,6 +109,8 @@ class Verification:
         ]
         if not failed and not sound:
             return []
+        if failed:
+            sampler.fill_pool([*failed, *sound])
         elsewhere = Elsewhere(sampler.reference, sampler.pool, self.session.neighbours)
         diagnoser = Diagnoser(sampler.reference, sampler.tolerance, elsewhere)
         findings = [f for key in self._worth_diagnosing(failed) for f in self._findings(diagnoser, key)]
@@ -168,3 +176,11 @@ class Verification:
             "seed": config.seed,
             "tolerance": config.tolerance,
         }
+
+
+def _damaged(sampler: Sampler) -> list[Fault]:
+    """Captures of shards not checked yet that turned out to be damaged when they were read."""
+    if not sampler.damaged:
+        return []
+    keys = list(sampler.damaged)
+    return [Fault("checksum", sampler.damaged[keys[0]], len(keys), tuple(keys[:5]))]

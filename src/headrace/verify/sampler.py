@@ -19,6 +19,7 @@ from headrace.verify.session import Session
 
 JOURNAL_SECONDS = 5.0
 NOISE_TOKENS = 8192  # the noise sample's states are held in memory
+POOL_TOKENS = 20_000  # of captures re-extracted once more when an earlier run was interrupted
 MEANING_TOKENS = 4096  # tokens whose logits are computed; each costs a pass over the vocabulary
 
 
@@ -34,6 +35,8 @@ class Sampler:
         self.tolerance = self._tolerance()
         sums = journal.state["meaning"]
         self.meaning = meaning.Meaning() if sums is None else meaning.Meaning(**sums)
+        self.damaged: dict[str, str] = {}
+        """Captures that could not be read: key → why. The structure's check had not come to their shards yet."""
         self._pending: list[Record] = []
         self._written = time.monotonic()
 
@@ -51,6 +54,17 @@ class Sampler:
         finally:
             self._write()
 
+    def fill_pool(self, keys: Sequence[str]) -> None:
+        """Re-extract captures judged by an earlier run, so that wrong states can be looked for among them."""
+        missing: list[Row] = []
+        tokens = 0
+        for key in keys:
+            if key not in self.pool and tokens < POOL_TOKENS:
+                missing.append(self.session.row(key))
+                tokens += len(missing[-1])
+        for capture in self.reference.captures(iter(missing)):
+            self.pool.add(capture.key, capture.states)
+
     def _tolerance(self) -> Tolerance:
         session = self.session
         return Tolerance.derive(session.spec, session.store.codec, self.noise, session.config.tolerance)
@@ -60,7 +74,9 @@ class Sampler:
         chosen: list[Row] = []
         tokens = 0
         for key in todo[: self.session.config.noise_captures]:
-            row = self.session.row(key)
+            row = self._row(key)
+            if row is None:
+                continue
             if chosen and tokens + len(row) > NOISE_TOKENS:
                 break
             chosen.append(row)
@@ -74,23 +90,36 @@ class Sampler:
         for capture in together.values():
             self._judge(capture)
         self._write()
-        return todo[len(chosen) :]
+        return [key for key in todo if key not in together and key not in self.damaged]
 
     def _rows(self, keys: Sequence[str]) -> Iterator[Row]:
         """Rows to re-extract, until a budget is used up. Tokens count when they are sent."""
         for key in keys:
             if self.session.clock.over:
                 return
-            row = self.session.row(key)
-            self.session.clock.spent += len(row)
-            yield row
+            row = self._row(key)
+            if row is not None:
+                self.session.clock.spent += len(row)
+                yield row
+
+    def _row(self, key: str) -> Row | None:
+        """The row, None when its shard turns out to be damaged."""
+        try:
+            return self.session.row(key)
+        except CorruptError as exc:
+            self._damage(key, exc)
+            return None
+
+    def _damage(self, key: str, exc: CorruptError) -> None:
+        self.session.unreadable.add(key)
+        self.damaged[key] = str(exc)
 
     def _judge(self, reference: Capture) -> None:
         """Compare one capture of the store with its reference."""
         try:
             stored = self.session.stored(reference.key)
-        except CorruptError:
-            self.session.unreadable.add(reference.key)  # changed on disk since its checksum was taken
+        except CorruptError as exc:
+            self._damage(reference.key, exc)
             return
         if (
             stored.states.shape != reference.states.shape

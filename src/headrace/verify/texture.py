@@ -9,7 +9,7 @@ import torch
 
 from headrace.verify.candidates import Candidate
 from headrace.verify.measure import token_errors
-from headrace.verify.problem import FIT, Finding, Problem, fit
+from headrace.verify.problem import FIT, Finding, Problem, fit, ranges
 
 _PARTS = 16  # the hidden dimension is looked at in this many parts
 _SELF = 0.8  # of the bad tokens are nearest to their own right state: the token is right, its numbers are not
@@ -95,8 +95,8 @@ def _right_parts(ours: torch.Tensor, right: torch.Tensor) -> str | None:
     if len(good) + len(wrong) < parts or not good or not wrong:
         return None
     zero = all(bool((ours[:, i * size : (i + 1) * size] == 0).all()) for i in wrong)
-    what = "zero" if zero else "wrong"
-    return f"{len(wrong)} of {parts} parts of the hidden dimension are {what} (first: values {wrong[0] * size}..{(wrong[0] + 1) * size - 1})"
+    places = ranges(np.concatenate([np.arange(i * size, (i + 1) * size) for i in wrong]), "value")
+    return f"{places} of the {hidden} of each state are {'zero' if zero else 'wrong'}"
 
 
 def _own_token_nearest(problem: Problem, tap: int, tokens: np.ndarray) -> bool:

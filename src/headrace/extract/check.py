@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.types import DTYPE_BYTES, Capture, CaptureSpec, Failure, Row, Tap
+from headrace.extract.norms import tap_name
+from headrace.types import DTYPE_BYTES, Capture, CaptureSpec, Failure, Row
 
 _DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
@@ -66,8 +67,3 @@ def _wrong_values(states: torch.Tensor, norms: torch.Tensor, row: Row, spec: Cap
                     f"the state at {tap_name(spec.taps[tap_index])}, position {position} is zero throughout",
                 )
     return None
-
-
-def tap_name(tap: Tap) -> str:
-    """``boundary 15`` or ``the final state``, for messages."""
-    return "the final state" if tap == "final" else f"boundary {tap}"

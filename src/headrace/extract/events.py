@@ -72,16 +72,17 @@ def rotated(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, *, rotated_only: bool = False) -> Iterator[dict[str, Any]]:
     """All events that are left, oldest first; lines that do not parse are skipped."""
     numbers: list[int] = []
     while rotated(path, len(numbers) + 1).exists():
         numbers.append(len(numbers) + 1)
-    for file in [*(rotated(path, n) for n in reversed(numbers)), path]:
+    files = [rotated(path, n) for n in reversed(numbers)]
+    for file in files if rotated_only else [*files, path]:
         try:
             with open(file, "rb") as handle:
                 for line in handle:
-                    if (event := _parse(line)) is not None:
+                    if (event := parse_event(line)) is not None:
                         yield event
         except FileNotFoundError:
             continue  # rotated away this moment, or nothing was written yet
@@ -113,11 +114,12 @@ def _last_events(file: Path, count: int) -> list[dict[str, Any]]:
             handle.seek(place)
             data = handle.read(step) + data
             lines = data.splitlines()[1 if place else 0 :]  # the first line of a block may begin before it
-            events = [event for line in lines if (event := _parse(line)) is not None]
+            events = [event for line in lines if (event := parse_event(line)) is not None]
     return events[-count:]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One line as an event; None for anything else."""
     try:
         value = json.loads(line)
     except ValueError:  # torn by a kill, or still being written

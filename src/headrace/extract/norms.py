@@ -35,8 +35,8 @@ class TapNorms:
     """Of about the last tenth of the session: a median that has moved away tells of a change on the way."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values with four significant digits."""
-        return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
+        """Plain values with seven significant digits, as float32 has."""
+        return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
 class NormStats:
@@ -102,6 +102,11 @@ class NormStats:
             largest=float(self._largest[index]),
             recent_median=_quantile(self._recent[index], 0.5),
         )
+
+
+def tap_name(tap: Tap) -> str:
+    """``boundary 15`` or ``the final state``, for messages."""
+    return "the final state" if tap == "final" else f"boundary {tap}"
 
 
 def _quantile(counts: np.ndarray, q: float) -> float:

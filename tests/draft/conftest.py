@@ -15,7 +15,7 @@ from headrace.engines import open_engine
 from headrace.store import Store, StoreWriter
 from headrace.target import Target
 from headrace.testing.models import make_tiny_model
-from headrace.types import Capture, Row
+from headrace.types import Capture, Row, Tap
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,29 @@ def make_world(folder: Path, rows: int = 24, held_out: int = 6, length: int = 24
     values = {"layers": 7, "hidden": 32, "vocab": 96, "seed": 3, **model}
     family = values.pop("family", "llama")
     path = make_tiny_model(folder / "model", family, **values)
-    target = Target.open(str(path))
     written = write_rows(path, rows + held_out, length)
     unique = list({row.key: row for row in written}.values())
     with RowWriter(folder / "rows", {"made_by": "tests"}) as writer:
         for number, row in enumerate(unique):
             writer.add(row, "validation" if number < held_out else "train")
-    spec = target.spec("eagle3", dtype="bfloat16")
+    world = World(path, folder / "rows", folder / "store")
+    capture_into(world, unique)
+    return world
+
+
+def capture_into(world: World, rows: list[Row], taps: str | tuple[Tap, ...] = "eagle3", **spec: Any) -> None:
+    """States of ``rows`` by the real reference engine into the world's store."""
+    target = world.target
+    wanted = target.spec(taps, dtype="bfloat16", **spec)
+    by_key = {row.key: row for row in rows}
     with (
-        open_engine("hf", target, spec, {"device": "cpu"}) as engine,
-        StoreWriter(folder / "store", spec) as store,
+        open_engine("hf", target, wanted, {"device": "cpu"}) as engine,
+        StoreWriter(world.store, wanted) as store,
     ):
-        by_key = {row.key: row for row in unique}
-        for capture in engine.capture(iter(unique)):
+        for capture in engine.capture(iter(rows)):
             assert isinstance(capture, Capture)
             store.add(by_key[capture.key], capture.states)
-    assert len(Store.open(folder / "store")) == len(unique)
-    return World(path, folder / "rows", folder / "store")
+    assert len(Store.open(world.store)) == len(by_key)
 
 
 @pytest.fixture(scope="session")

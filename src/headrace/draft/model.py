@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def queries(self, mixed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[..., 2H] → rotated queries [..., heads, D]"""

@@ -138,6 +138,38 @@ def sampled_norms(bits: Bits, dtype: str) -> Array:
     return np.sqrt(squares)
 
 
+class Arena:
+    """Memory that a shard is gathered in and that the next but one uses again.
+
+    Payloads kept as the blocks the codecs return would be touched for the first time again and again, which costs as much as
+    copying them twice, and would leave the heap full of holes, up to twice the size of what it holds.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(
+            np.empty(size, np.uint8).data
+        )  # the system gives pages when they are first written
+        self._used = 0
+
+    def keep(self, buffers: list[Buffer]) -> list[Buffer]:
+        """Copies of ``buffers``, in here while there is room."""
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if self._used + size > len(self._memory):
+            return [b"".join(buffers)]
+        place = self._memory[self._used : self._used + size]
+        self._used += size
+        at = 0
+        for buffer in buffers:
+            flat = memoryview(buffer).cast("B")
+            place[at : at + len(flat)] = flat
+            at += len(flat)
+        return [place]
+
+    def clear(self) -> None:
+        """Forget everything; what ``keep`` returned must not be used any more."""
+        self._used = 0
+
+
 class ShardBuilder:
     """Collects encoded captures and lays them out as one shard. Not thread-safe; one owner."""
 
@@ -148,7 +180,9 @@ class ShardBuilder:
         chunk_rows: int,
         policy: FinalPositions,
         provenance: dict[str, Any],
+        arena: Arena | None = None,
     ) -> None:
+        self.arena = arena
         self.spec = spec
         self.codec = codec
         self.chunk_rows = chunk_rows
@@ -158,7 +192,10 @@ class ShardBuilder:
         self.nbytes = 0
 
     def append(self, capture: Encoded) -> None:
-        """Take one more capture."""
+        """Take one more capture; without an arena, its buffers are kept as they are."""
+        if self.arena is not None:
+            for tap in capture.taps:
+                tap.buffers = self.arena.keep(tap.buffers)
         self.captures.append(capture)
         self.nbytes += capture.nbytes
 

@@ -20,7 +20,7 @@ SUFFIX = ".safetensors"
 INDEX = "index.parquet"
 DATASET = "dataset.json"
 # What files.atomic_write makes of a shard's name while it is being written.
-_TEMPORARY = re.compile(r"^\.\d{14}-(?P<place>[^-]+)-(?P<pid>\d+)-\w+-\w+\.safetensors\.\d+\.\w+\.tmp$")
+_TEMPORARY = re.compile(r"^\.\d{20}-(?P<place>[^-]+)-(?P<pid>\d+)-\w+-\w+\.safetensors\.\d+\.\w+\.tmp$")
 
 
 class Source(Protocol):
@@ -86,7 +86,7 @@ class LocalFolder:
                 return sorted(
                     e.name for e in entries if e.name.endswith(SUFFIX) and not e.name.startswith(".")
                 )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def shard_path(self, name: str) -> Path:
@@ -194,7 +194,10 @@ def place() -> str:
 
 def new_shard_name(sequence: int) -> str:
     """A name no other writer can choose; names sort by the time of sealing."""
-    stamp = time.strftime("%Y%m%d%H%M%S", time.gmtime())
+    now = time.time_ns()
+    stamp = (
+        time.strftime("%Y%m%d%H%M%S", time.gmtime(now // 1_000_000_000)) + f"{now // 1000 % 1_000_000:06d}"
+    )
     return f"{stamp}-{place()}-{os.getpid()}-{sequence:06d}-{secrets.token_hex(4)}{SUFFIX}"
 
 

@@ -170,9 +170,10 @@ class KeySet(Set[str]):
         return len(self._hi)
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, str):
+        try:
+            hi, lo = split_key(str(key))
+        except KeyError:
             return False
-        hi, lo = split_key(key)
         first, last = np.searchsorted(self._hi, hi, "left"), np.searchsorted(self._hi, hi, "right")
         return bool((self._lo[first:last] == lo).any())
 

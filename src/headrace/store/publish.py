@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from headrace.errors import StorageFullError
+from headrace.errors import StorageFullError, StoreError
 from headrace.files import atomic_write
 from headrace.store.build import ShardBuilder
 from headrace.store.dataset import Dataset
@@ -16,12 +16,22 @@ log = logging.getLogger(__name__)
 
 
 def write_shard(path: Path, name: str, builder: ShardBuilder) -> None:
-    """Write a shard durably under its final name, straight from the encoded buffers. Raises StorageFullError."""
+    """Write a shard durably under its final name, straight from the encoded buffers.
+
+    Raises StorageFullError, or StoreError for any other fault of the disk; the shard is then not there at all.
+    """
     prefix, buffers = builder.layout()
-    with atomic_write(path / SHARDS / name) as file:
-        file.write(prefix)
-        for buffer in buffers:
-            file.write(buffer)
+    try:
+        with atomic_write(path / SHARDS / name) as file:
+            file.write(prefix)
+            for buffer in buffers:
+                file.write(buffer)
+    except StorageFullError:
+        raise
+    except OSError as exc:
+        raise StoreError(
+            f"cannot write {path / SHARDS / name} ({exc.strerror}); check the disk, then run again"
+        ) from exc
 
 
 def write_index(path: Path, dataset: Dataset) -> None:

@@ -1,7 +1,7 @@
 """Writing a store: states are checked at the door, encoded in worker threads, and sealed as immutable shards.
 
-Memory stays under about two shards (one being filled, one being written) plus ``queue_bytes`` of states waiting for an
-encoder. Any number of writers, processes and hosts may write to one store at a time: each names its own shards, so there
+Memory stays under two shards (one being filled, one being written) plus twice ``queue_bytes`` (states waiting for an
+encoder, and what became of them) and some 200 MB. Any number of writers, processes and hosts may write to one store at a time: each names its own shards, so there
 are no locks. What is sealed is durable; what is not is simply captured again.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from headrace.config import Section
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
 from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
-from headrace.store.build import Encoded, Parent, ShardBuilder, encode_capture, kept_positions
+from headrace.store.build import Arena, Encoded, Parent, ShardBuilder, encode_capture, kept_positions
 from headrace.store.check import check_store
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
@@ -108,10 +108,10 @@ class StoreWriter:
         self._open_keys: dict[str, Row] = {}
         self._pending: collections.deque[tuple[Future[Encoded], int]] = collections.deque()
         self._queued = 0
+        self._arenas = [Arena(self.shard_bytes) for _ in range(2)]
         self._builder = self._new_builder()
         self._opened_at = time.monotonic()
-        self._sealing: Future[None] | None = None
-        self._sealing_keys: list[str] = []
+        self._sealing: tuple[Future[None], ShardBuilder] | None = None
         self._sequence = 0
         self._failed: Exception | None = None
         self._closed = False
@@ -212,7 +212,7 @@ class StoreWriter:
             return False
         if parent is not None:
             self._check_parent(row, parent)
-        if self._sealing is not None and self._sealing.done():
+        if self._sealing is not None and self._sealing[0].done():
             self._finish_seal()
         limit = self.options.queue_bytes - nbytes
         while self._pending and (self._pending[0][0].done() or self._queued > limit):
@@ -302,29 +302,35 @@ class StoreWriter:
         if not self._builder.captures:
             return
         builder, self._builder = self._builder, self._new_builder()
-        self._sealing_keys = [capture.row.key for capture in builder.captures]
         self._sequence += 1
         self._opened_at = time.monotonic()
-        self._sealing = self._sealer.submit(write_shard, self.path, new_shard_name(self._sequence), builder)
+        future = self._sealer.submit(write_shard, self.path, new_shard_name(self._sequence), builder)
+        self._sealing = (future, builder)
 
     def _finish_seal(self) -> None:
         """Wait for the shard being written and enter it in ``done``."""
         if self._sealing is None:
             return
+        future, builder = self._sealing
         try:
-            self._sealing.result()
-        except (OSError, StoreError) as exc:
+            future.result()
+        except StoreError as exc:
             self._failed = exc
             raise
         self._sealing = None
-        for key in self._sealing_keys:
+        keys = [capture.row.key for capture in builder.captures]
+        for key in keys:
             del self._open_keys[key]
-        self.done.update(self._sealing_keys)
+        self.done.update(keys)
+        if builder.arena is not None:
+            self._arenas.append(builder.arena)
 
     def _new_builder(self) -> ShardBuilder:
-        return ShardBuilder(
-            self.spec, self._codec, self._chunk_rows, self.dataset.final_positions, self.provenance
-        )
+        # of the two arenas one is in the shard being written, until _finish_seal
+        arena = self._arenas.pop()
+        arena.clear()
+        policy = self.dataset.final_positions
+        return ShardBuilder(self.spec, self._codec, self._chunk_rows, policy, self.provenance, arena)
 
     # --- closing ------------------------------------------------------------------------------------------------------
 

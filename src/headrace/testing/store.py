@@ -29,7 +29,7 @@ from headrace.store.folder import SHARDS, Folder
 from headrace.store.format import Array, FinalPositions
 from headrace.store.reader import Store, load_index
 from headrace.store.writer import StoreWriter, WriterOptions
-from headrace.types import CaptureSpec, Row, Tap
+from headrace.types import FINAL, CaptureSpec, Row, Tap
 
 # --- small true things ------------------------------------------------------------------------------------------------
 
@@ -59,10 +59,10 @@ def make_states(row: Row, spec: CaptureSpec) -> torch.Tensor:
     """[taps, tokens, hidden] that name their token, position and tap, with noise behind them so that no two rows compress
     alike; the same for equal rows."""
     states = fingerprint(row.ids, spec)
-    noise = np.random.default_rng(int(row.key[:12], 16)).standard_normal(
-        (*states.shape[:2], spec.hidden_size - 8)
-    )
-    states[..., 8:] = torch.from_numpy(noise).to(states.dtype)
+    for index, tap in enumerate(spec.taps):
+        random = np.random.default_rng((int(row.key[:12], 16), 255 if tap == FINAL else int(tap)))
+        noise = random.standard_normal((len(row), spec.hidden_size - 8))
+        states[index, :, 8:] = torch.from_numpy(noise).to(states.dtype)
     return states
 
 

@@ -214,19 +214,25 @@ class Extraction:
             f"into {self.config.out}" + (f"; {there:,} are there already" if there else "")
         )
         watch = Watch(pipeline, journal, make_view(self.say), failures, self.lock)
-        error: HeadraceError | None = None
+        with graceful_signals(pipeline):
+            error = self._run(pipeline, selection, watch)
+            result, error = self._account(pipeline, selection, failures, error)
+            journal.end(result, error)
+        return Outcome(result, error)
+
+    def _run(self, pipeline: Pipeline, selection: Selection, watch: Watch) -> HeadraceError | None:
+        """The error of ours that ended the pipeline, if one did; others pass."""
         try:
-            with graceful_signals(pipeline):
-                pipeline.run(self._ordered(selection), self.rows.get)
-            if pipeline.stopping:
-                error = Interrupted(f"{pipeline.stopping}; run the same command again to go on")
+            pipeline.run(self._ordered(selection), self.rows.get)
         except HeadraceError as exc:
-            error = exc
+            return exc
         finally:
             watch.last()
-        result, error = self._account(pipeline, selection, failures, error)
-        journal.end(result, error)
-        return Outcome(result, error)
+        return (
+            Interrupted(f"{pipeline.stopping}; run the same command again to go on")
+            if pipeline.stopping
+            else None
+        )
 
     def _ordered(self, selection: Selection) -> Iterator[Row]:
         left = set(selection.todo)
@@ -250,6 +256,8 @@ class Extraction:
         failed = {key: row.failure for key, row in pipeline.verifier.failed.items()}
         account = Account.close(selection, stored, failed, finished=error is None)
         failures.settle(stored)
+        if isinstance(error, Interrupted) and not account.not_reached:
+            error = None  # the signal came when everything was done
         if error is None and account.failed:
             error = IncompleteError(
                 f"{sum(account.failed.values())} of {account.rows} rows failed ({_counts(account.failed)}); "

@@ -116,6 +116,8 @@ def _extract_and_exit(config: ExtractConfig, make_engine: MakeEngine | None, pat
     except HeadraceError as exc:
         log.write(f"{type(exc).__name__}: {exc}\n")
         code = exc.exit_code
+    except KeyboardInterrupt:  # before the run took the signals, or after
+        code = 130
     os._exit(code)  # the parent's clean-up (pytest's, a benchmark's) is not this process's business
 
 

@@ -1,8 +1,9 @@
-// The page: asks for the run's status every two seconds and for its course every ten, and shows both.
+// The page: asks for the run's status every two seconds and for its course less often, and shows both.
 import { normChart, timeChart } from "./charts.js";
 import { bytes, clock, duration, number, short, tapName, timeOfDay } from "./format.js";
 
 const STATUS_MS = 2000, HISTORY_MS = 10000;
+const YOUNG_POINTS = 30; // a course this short is asked for as often as the status
 const OVER = new Set(["finished", "failed", "interrupted", "crashed"]);
 const get = (id) => document.getElementById(id);
 let history = null, status = null;
@@ -166,7 +167,7 @@ async function ask(path) {
   return answer.json();
 }
 
-async function follow(path, milliseconds, take) {
+async function follow(path, pause, take) {
   for (;;) {
     try {
       take(await ask(path));
@@ -175,11 +176,11 @@ async function follow(path, milliseconds, take) {
       console.warn(error);
       get("offline").hidden = false;
     }
-    await new Promise((resume) => setTimeout(resume, milliseconds));
+    await new Promise((resume) => setTimeout(resume, pause()));
   }
 }
 
-follow("/api/status", STATUS_MS, (value) => { status = value; show(); });
-follow("/api/history", HISTORY_MS, (value) => { history = value; showCharts(); showNorms(); });
+follow("/api/status", () => STATUS_MS, (value) => { status = value; show(); });
+follow("/api/history", () => ((history?.t.length ?? 0) < YOUNG_POINTS ? STATUS_MS : HISTORY_MS), (value) => { history = value; showCharts(); showNorms(); });
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { showCharts(); showNorms(); }, 150); });

@@ -127,6 +127,8 @@ class Pending:
         """Only what the file says of the engine; the file is deleted."""
         from safetensors import SafetensorError, safe_open
 
+        if not self.path.exists():
+            return Failure(self.row.key, "timeout", "there is no such file", retryable=False)
         try:
             with safe_open(self.path, framework="pt") as file:
                 return Facts.parse(file.metadata()["facts"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,10 @@ from headrace.target import Target
 from headrace.types import CaptureSpec, Failure, Row
 
 _POLL = 0.002
+_ABORT_SECONDS = 0.3  # in which a server notices that a connection is gone
+_ABANDONED_SECONDS = 60.0  # after which a cancelled row is not going to be written any more
+MEET_SECONDS = 30.0
+"""Longest wait for the states of the first token."""
 
 
 class _Server:
@@ -26,6 +32,8 @@ class _Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self.tokens = 0
+        self.staging: Path | None = None
+        """Where its states appear, as seen from here."""
 
 
 class ServerBackend:
@@ -35,6 +43,7 @@ class ServerBackend:
         self._target, self._spec, self._options = target, spec, options
         self._servers = [_Server(url) for url in options.url]
         self._tasks: set[Future[None]] = set()
+        self._abandoned: list[tuple[_Server, str, float]] = []
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-vllm", daemon=True)
@@ -58,12 +67,12 @@ class ServerBackend:
         reply = await self._get(server, "/v1/models")
         server.model = str(reply["data"][0]["id"])
         row = Row.make(np.array([1]), np.array([True]))
-        path = reply_path(
-            row, (await self._post(server, row)).get("kv_transfer_params"), self._options.staging
-        )
+        posted = await self._post(server, row, *request_parameters(row))
+        path = reply_path(row, posted.get("kv_transfer_params"), self._options.staging)
         if isinstance(path, Failure):
             raise PreflightError(f"{server.url}: {path.message}")
-        pending = Pending(row, path, 30.0)
+        server.staging = path.parent.parent
+        pending = Pending(row, path, MEET_SECONDS)
         await self._wait(pending)
         facts = await asyncio.to_thread(pending.facts)
         if isinstance(facts, Failure):
@@ -109,16 +118,30 @@ class ServerBackend:
             self._tasks.discard(task)
 
     async def _one(self, server: _Server, row: Row, deliver: Deliver) -> None:
+        name, parameters = request_parameters(row)
         try:
-            answer = await self._answer(server, row)
+            answer = await self._answer(server, row, name, parameters)
+        except asyncio.CancelledError:
+            self._abandoned.append((server, name, time.monotonic()))
+            raise
         finally:
             with self._lock:
                 server.tokens -= len(row)
         deliver(row, answer)
 
-    async def _answer(self, server: _Server, row: Row) -> Answer:
+    def _sweep(self) -> None:
+        """Delete what cancelled rows left: their states may be written after the connection is gone."""
+        waiting, self._abandoned = self._abandoned, []
+        for server, name, since in waiting:
+            files = list(server.staging.glob(f"*/{name}.*")) if server.staging else []
+            for file in files:
+                file.unlink(missing_ok=True)
+            if not files and time.monotonic() - since < _ABANDONED_SECONDS:
+                self._abandoned.append((server, name, since))
+
+    async def _answer(self, server: _Server, row: Row, name: str, parameters: dict[str, Any]) -> Answer:
         try:
-            reply = await self._post(server, row)
+            reply = await self._post(server, row, name, parameters)
         except httpx.TimeoutException:
             return Failure(
                 row.key,
@@ -140,9 +163,8 @@ class ServerBackend:
         await self._wait(pending)
         return await asyncio.to_thread(pending.read, self._target, self._spec)
 
-    async def _post(self, server: _Server, row: Row) -> dict[str, Any]:
+    async def _post(self, server: _Server, row: Row, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         """One request for one row: its ids, no text anywhere, one token (which is not stored) because vLLM wants one."""
-        name, parameters = request_parameters(row)
         body = {
             "model": server.model,
             "prompt": row.ids.tolist(),
@@ -167,6 +189,7 @@ class ServerBackend:
 
     def cancel(self) -> None:
         """Drop the connections of what is in flight, at which the server aborts it."""
+        self._sweep()
         with self._lock:
             tasks = list(self._tasks)
         for task in tasks:
@@ -178,6 +201,9 @@ class ServerBackend:
             return
         self.cancel()
         self._call(self._client.aclose())
+        if self._abandoned:
+            time.sleep(_ABORT_SECONDS)
+            self._sweep()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -65,11 +65,9 @@ class RopeConfig(Section):
         }
         if kind == "yarn" and values.get("attention_factor"):
             optional["attention_factor"] = values["attention_factor"]
-        scaled = (
-            {}
-            if kind == "default"
-            else {"factor": values.get("factor", 1.0), "original_max_positions": int(original)}
-        )
+        scaled: dict[str, Any] = {} if kind == "default" else {"factor": values.get("factor", 1.0)}
+        if kind in ("llama3", "yarn"):
+            scaled["original_max_positions"] = int(original)
         return cls(theta=float(theta), type=kind, **scaled, **optional)  # type: ignore[arg-type]
 
     def to_hf(self) -> dict[str, Any]:

@@ -35,9 +35,7 @@ def initialize(model: Eagle3Draft, target: Target, vocab_ids: Tensor, seed: int)
         model.embed_tokens.weight.copy_(target.embedding)
         # Serving applies the draft's matrix alone, so a constant factor on the target's logits goes into it.
         model.lm_head.weight.copy_(head.weight[vocab_ids].float() * head.scale)
-        model.norm.weight.copy_(
-            _norm_weight(target, "model.norm.weight", "language_model.norm.weight", "norm.weight")
-        )
+        model.norm.weight.copy_(_norm_weight(target, *FINAL_NORMS))
         model.d2t.copy_(vocab_ids - torch.arange(len(vocab_ids)))
         model.t2d.zero_()[vocab_ids] = True
 

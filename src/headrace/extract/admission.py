@@ -39,6 +39,19 @@ def in_windows(rows: Iterable[Row], window: int, seed: int) -> Iterator[Row]:
         yield from take()
 
 
+WRITER_TOKENS = 32_768
+
+
+def least_budget(tokens_in_flight: int, longest: int) -> int:
+    """Tokens that must be admissible for an engine that gathers ``tokens_in_flight`` (and a row more) before it answers."""
+    return tokens_in_flight + 2 * longest
+
+
+def default_budget(tokens_in_flight: int, longest: int) -> int:
+    """The least, and on top what the writer works on while the engine stays full."""
+    return least_budget(tokens_in_flight, longest) + min(tokens_in_flight, max(2 * longest, WRITER_TOKENS))
+
+
 class Budget:
     """Tokens between admission and disk, bounded. A row larger than the whole budget passes alone."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from headrace.data.rows import RowFolder
 from headrace.engines.base import Engine, engine_class
 from headrace.errors import ConfigError, PreflightError, SpecMismatchError
+from headrace.extract.admission import default_budget, least_budget
 from headrace.extract.config import ExtractConfig
 from headrace.extract.disk import gigabytes, space
 from headrace.extract.ledger import Selection
@@ -97,18 +98,14 @@ def check_space(config: ExtractConfig, selection: Selection, spec: CaptureSpec) 
 
 
 def budget_tokens(config: ExtractConfig, engine: Engine, longest: int) -> int:
-    """Tokens between admission and disk: what the engine asks for, two of the longest rows, and as much again for the writer.
-
-    An engine that gathers a batch before it answers would wait for ever under a smaller budget than the first two, so
-    that raises ConfigError.
-    """
-    wanted = engine.info.tokens_in_flight + 2 * longest
-    if 0 < config.tokens_in_flight < wanted:
+    """Tokens between admission and disk at most. Raises ConfigError for a budget under which the engine would wait for ever."""
+    least = least_budget(engine.info.tokens_in_flight, longest)
+    if 0 < config.tokens_in_flight < least:
         raise ConfigError(
-            f"--tokens-in-flight {config.tokens_in_flight} is less than engine {engine.info.name} needs ({wanted}: what it asks for "
+            f"--tokens-in-flight {config.tokens_in_flight} is less than engine {engine.info.name} needs ({least}: what it asks for "
             "and two of the longest rows); give at least that, or lower the engine's own option"
         )
-    return config.tokens_in_flight or wanted + engine.info.tokens_in_flight
+    return config.tokens_in_flight or default_budget(engine.info.tokens_in_flight, longest)
 
 
 def engine_provenance(engine: Engine) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class PlanConfig(Section):
 
     # --- the data: a row folder, or its summary ----------------------------------------------------------------------
     rows: CliPositionalArg[Path | None] = None
-    """Row folder made by `headrace prepare`; without one, give num_rows and num_tokens."""
+    """Row folder made by `headrace prepare`; as long as there is none, num_rows and num_tokens describe it."""
     num_rows: int = Field(default=0, ge=0)
     """Rows, when there is no row folder yet."""
     num_tokens: int = Field(default=0, ge=0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, InputError
+from headrace.extract.admission import default_budget
 from headrace.extract.config import PlanConfig
 from headrace.extract.disk import space
 from headrace.extract.files import RunFiles
@@ -143,10 +144,17 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         for codec, known in CODEC_RATIOS.items()
     ]
     stored = next((c.bytes for c in codecs if c.codec == config.codec), bytes_raw)
-    flying = (config.tokens_in_flight + 2 * longest) * shape.bytes_per_token
+    flying = default_budget(config.tokens_in_flight, longest) * shape.bytes_per_token
     places = [Place("the store", str(config.out), stored + int(config.min_free), space(config.out).free)]
     if config.engine in SERVER_ENGINES:
-        places.append(Place("staging", str(config.staging), flying, space(config.staging).free))
+        places.append(
+            Place(
+                "staging",
+                str(config.staging),
+                config.tokens_in_flight * shape.bytes_per_token,
+                space(config.staging).free,
+            )
+        )
     # Answered captures wait in memory at most as long as the budget lets them; a shard is held once and once encoded.
     memory = PROCESS_BYTES + rows * BYTES_A_ROW + flying + 2 * int(config.shard_bytes)
     return Plan(
@@ -166,9 +174,10 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
 
 
 def _data(config: PlanConfig) -> tuple[int, int, np.ndarray | None]:
-    if config.rows is None:
-        if not config.num_rows or not config.num_tokens:
-            raise ConfigError("give a row folder, or --num-rows and --num-tokens of the data to come")
+    described = bool(config.num_rows and config.num_tokens)
+    if config.rows is None and not described:
+        raise ConfigError("give a row folder, or --num-rows and --num-tokens of the data to come")
+    if config.rows is None or (described and not config.rows.exists()):
         return config.num_rows, config.num_tokens, None
     from headrace.data.rows import RowFolder
 

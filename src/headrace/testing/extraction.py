@@ -105,6 +105,10 @@ def extraction_process(
 def _extract_and_exit(config: ExtractConfig, make_engine: MakeEngine | None, path: Path) -> None:
     log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - the process ends with it
     code = 0
+
+    def say(text: str) -> None:
+        log.write(text + "\n")
+
     try:
         engine = None
         if make_engine is not None:
@@ -112,7 +116,7 @@ def _extract_and_exit(config: ExtractConfig, make_engine: MakeEngine | None, pat
                 config.taps, dtype=config.dtype, final_normed=config.final_normed
             )
             engine = make_engine(spec)
-        run_extraction(config, lambda text: log.write(text + "\n") and None, engine).done()
+        run_extraction(config, say, engine).done()
     except HeadraceError as exc:
         log.write(f"{type(exc).__name__}: {exc}\n")
         code = exc.exit_code

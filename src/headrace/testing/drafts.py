@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from headrace.draft.config import DraftConfig
-from headrace.draft.data import Document, Shape, make_pack
+from headrace.draft.layout import make_layout
 from headrace.draft.model import Eagle3Draft
-from headrace.draft.objective import Objective
-from headrace.draft.teacher import Teacher
 from headrace.draft.ttt import Pack, Unroll
 from headrace.evaluate.decode import Limits, decode_plainly
 from headrace.evaluate.sampling import Greedy
@@ -34,6 +33,7 @@ def fit_draft(
     new_tokens: int = 48,
     rounds: int = 60,
     steps: int = 3,
+    rate: float = 1e-3,
     seed: int = 0,
     **changes: Any,
 ) -> Eagle3Draft:
@@ -46,10 +46,10 @@ def fit_draft(
         Verifier(model, target.num_layers, ()), prompts, Greedy(), Limits(new_tokens, frozenset())
     )
     rows = [([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
-    pack = make_pack([_document(model, target, ids, start, taps) for ids, start in rows], Shape())
+    pack = _pack(model, target, rows, taps)
     torch.manual_seed(seed)
     draft = new_draft(target, taps, _frequent(rows, draft_vocab, target.vocab_size), **changes)
-    _train(draft, target, pack, rounds, steps)
+    _train(draft, pack, rounds, steps, rate)
     return draft.eval().requires_grad_(False)
 
 
@@ -68,29 +68,43 @@ def new_draft(target: Target, taps: tuple[int, ...], ids: torch.Tensor, **change
     return draft
 
 
-def _train(draft: Eagle3Draft, target: Target, pack: Pack, rounds: int, steps: int) -> None:
-    ids = draft.to_target(torch.arange(draft.config.draft_vocab_size))
-    # Answers are greedy, so the teacher is sharpened towards its best token.
-    teacher = Teacher(target.head, ids, temperature=0.5).to("cpu", torch.float32)
-    objective = Objective(teacher, "kl", (1.0,) * steps)
+def _train(draft: Eagle3Draft, pack: Pack, rounds: int, steps: int, rate: float) -> None:
+    """Cross-entropy to the answers themselves: they are greedy, so their next token is the target's best."""
+    starts, room = pack.layout.starts, pack.layout.room
+    known = draft.t2d.long().cumsum(0) - 1  # target id → draft id
+    labels, used = [], []
+    for step in range(steps):
+        tokens = pack.ids[(starts + 2 + step).clamp(max=len(pack.ids) - 1)]
+        labels.append(known[tokens])
+        used.append((room > step) & draft.t2d[tokens])
+    wanted, counted = torch.stack(labels), torch.stack(used)
     unroll = Unroll(draft)
     draft.lm_head.weight.requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=3e-3)
+    optimizer = torch.optim.Adam(
+        [p for p in draft.parameters() if p.requires_grad], lr=rate, betas=(0.9, 0.95)
+    )
     for _ in range(rounds):
-        outcome = objective(unroll(pack, steps), draft.lm_head.weight, pack.labels_final(), pack.layout.room)
+        logits = draft.lm_head(unroll(pack, steps)[counted])
         optimizer.zero_grad()
-        outcome.loss.backward()
+        F.cross_entropy(logits, wanted[counted]).backward()
+        nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
 
 
-def _document(
-    model: nn.Module, target: Target, ids: list[int], start: int, taps: tuple[int, ...]
-) -> Document:
+def _pack(model: nn.Module, target: Target, rows: list[tuple[list[int], int]], taps: tuple[int, ...]) -> Pack:
+    """All rows end to end, with the target's states; the answers are what is learned."""
     wanted: tuple[Tap, ...] = (*taps, FINAL)
-    with torch.inference_mode(), ResidualTaps(model, target.num_layers, wanted) as seen:
-        model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
-    states = torch.stack([seen.states[tap][0] for tap in wanted]).float().clone()
-    return Document(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start, states)
+    states = []
+    for ids, _ in rows:
+        with torch.inference_mode(), ResidualTaps(model, target.num_layers, wanted) as seen:
+            model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+        # A copy, for tensors made in inference mode cannot take part in training.
+        states.append(torch.stack([seen.states[tap][0] for tap in wanted]).float().clone())
+    joined = torch.cat(states, 1)
+    mask = np.concatenate([np.arange(len(ids)) >= start for ids, start in rows])
+    layout = make_layout([len(ids) for ids, _ in rows], mask)
+    tokens = torch.tensor([token for ids, _ in rows for token in ids])
+    return Pack(tokens, joined[:-1].transpose(0, 1).flatten(1), joined[-1], layout)
 
 
 def _frequent(rows: list[tuple[list[int], int]], size: int, vocab: int) -> torch.Tensor:

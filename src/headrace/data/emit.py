@@ -18,6 +18,7 @@ from headrace.data.rows import SPLITS, RowWriter
 from headrace.data.runs import Runs
 
 _LISTED_OUTLIERS = 20
+_DROPPED_GROUP = 1 << 16
 _SHARE_EDGES = tuple(i / 10 for i in range(10))
 
 
@@ -47,6 +48,7 @@ class Emitter:
         self._example = ""
         self._writer: pq.ParquetWriter | None = None
         self._path = Path()
+        self._pending: list[pa.Table] = []
 
     def open(self, path: Path) -> Self:
         """Begin ``dropped.parquet`` with what was left out before the merge."""
@@ -61,6 +63,7 @@ class Emitter:
 
     def __exit__(self, *_: object) -> None:
         if self._writer is not None:
+            self._write_pending(sum(table.num_rows for table in self._pending))
             self._writer.close()
 
     def emit(self, table: pa.Table, writer: RowWriter) -> None:
@@ -156,14 +159,22 @@ class Emitter:
         self._write_dropped(pa.table(columns, schema=DROPPED_SCHEMA))
 
     def _write_dropped(self, table: pa.Table) -> None:
-        assert self._writer is not None  # open() comes first
         if table.num_rows:
-            self._writer.write_table(table)
+            self._pending.append(table)
+            self._write_pending(_DROPPED_GROUP)
             if not self._example:
                 row = table.slice(0, 1).to_pylist()[0]
                 self._example = f"; the first is {row['source']} line {row['line']}: {row['reason']}" + (
                     f" ({row['detail']})" if row["detail"] else ""
                 )
+
+    def _write_pending(self, group: int) -> None:
+        """Write full groups: what stands in the file must not depend on the portions it came in."""
+        assert self._writer is not None  # open() comes first
+        while sum(table.num_rows for table in self._pending) >= group > 0:
+            table = pa.concat_tables(self._pending)
+            self._writer.write_table(table.slice(0, group).combine_chunks())
+            self._pending = [table.slice(group)]
 
     def first_example(self) -> str:
         """The first thing left out, for a message."""

@@ -59,7 +59,7 @@ class MessageReader:
         if role is None:
             raise Bad(
                 "unknown_role",
-                f"message {number} has role {name!r}, which is not known; name it with --role-aliases {name or 'NAME'}=user",
+                f"has role {name!r} in message {number}, which is not known; name it with --role-aliases {name or 'NAME'}=user",
             )
         known = {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING_KEYS}
         message: Message = {"role": role, "content": ""}

@@ -237,6 +237,7 @@ class _JsonText:
 
     def value(self) -> tuple[int, bytes]:
         """The next JSON value as (line, its text)."""
+        self.peek()
         line = self.line
         while True:
             try:
@@ -245,8 +246,8 @@ class _JsonText:
                 if end < len(self.text) or self.text[end - 1] in "]}" or not self._more():
                     break
             except json.JSONDecodeError as exc:
+                where = self.line + self.text.count("\n", self.place, exc.pos)
                 if len(self.text) - self.place > _LONGEST_VALUE or not self._more():
-                    where = self.line + exc.doc.count("\n", self.place, exc.pos)
                     raise InputError(
                         f"{self.name} line {where}: broken JSON ({exc.msg}); repair the file"
                     ) from exc

@@ -173,18 +173,23 @@ class _SplitWriter:
             self._pending.append(rows_to_table([r for r, _ in self._loose], [f for _, f in self._loose]))
             self._loose = []
 
-    def _flush(self) -> None:
+    def _flush(self, last: bool = False) -> None:
+        """Write full row groups; the rest waits, so that groups do not depend on the portions rows came in."""
         self._gather_loose()
-        if self._pending:
-            table = pa.concat_tables(self._pending).combine_chunks()
-            for start, stop in _group_bounds(table["tokens"].to_numpy()):
+        table = pa.concat_tables(self._pending or [SCHEMA.empty_table()]).combine_chunks()
+        done = 0
+        for start, stop, full in _group_bounds(table["tokens"].to_numpy()):
+            if full or last:
                 self._file.write_table(table.slice(start, stop - start), row_group_size=stop - start)
-        self._pending = []
-        self._pending_rows = self._pending_tokens = 0
+                done = stop
+        rest = table.slice(done)
+        self._pending = [rest] if rest.num_rows else []
+        self._pending_rows = rest.num_rows
+        self._pending_tokens = int(rest["tokens"].to_numpy().sum())
 
     def close(self) -> dict[str, Any]:
         """Finish the file, make it durable, and describe it."""
-        self._flush()
+        self._flush(last=True)
         self._file.close()
         return {
             "rows": self.rows,
@@ -198,16 +203,16 @@ class _SplitWriter:
             self._file.close()
 
 
-def _group_bounds(tokens: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Cut rows of these lengths into row groups of at most about GROUP_TOKENS tokens."""
+def _group_bounds(tokens: np.ndarray) -> Iterator[tuple[int, int, bool]]:
+    """Cut rows of these lengths into row groups of about GROUP_TOKENS tokens: (start, stop, whether it is full)."""
     start = total = 0
     for place, length in enumerate(tokens.tolist()):
         total += length
         if total >= GROUP_TOKENS or place + 1 - start >= GROUP_ROWS:
-            yield start, place + 1
+            yield start, place + 1, True
             start, total = place + 1, 0
     if start < len(tokens):
-        yield start, len(tokens)
+        yield start, len(tokens), False
 
 
 class RowFolder:

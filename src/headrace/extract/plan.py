@@ -161,7 +161,7 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         rows=rows,
         tokens=tokens,
         longest=longest,
-        lengths=_buckets(lengths) if lengths is not None else [],
+        lengths=length_buckets(lengths) if lengths is not None else [],
         shape=shape,
         bytes_raw=bytes_raw,
         codec=config.codec,
@@ -226,7 +226,7 @@ def _codec_size(codec: str, ratio: float, bytes_raw: int, shard_bytes: int) -> C
     return CodecSize(codec, ratio, stored, max(1, math.ceil(stored / shard_bytes)))
 
 
-def _buckets(lengths: np.ndarray) -> list[Bucket]:
+def length_buckets(lengths: np.ndarray) -> list[Bucket]:
     """Rows and tokens up to each power of two, from 64 on; empty ends are left out."""
     top = max(6, math.ceil(math.log2(max(2, int(lengths.max())))))
     edges = [2**n for n in range(6, top + 1)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.verify.conftest import Check, codes, make_rows, write_rows
+from .conftest import Check, codes, make_rows, write_rows
 
 from headrace.cli import main
 from headrace.engines.fake import fingerprint

@@ -499,6 +499,14 @@ def _capture_foreign(ground: Ground, path: Path, rng: np.random.Generator) -> No
     write_store(path, ground.spec, [*_pairs(ground), (row, ground.stack(ground.compute(ids)))])
 
 
+def _capture_twice(ground: Ground, path: Path, rng: np.random.Generator) -> None:
+    """Two writers both sealed one row: its place in the order puts the copy into another shard."""
+    pairs = _pairs(ground)
+    write_store(
+        path, ground.spec, [*pairs, *pairs[1:2]] if len(pairs) % 3 != 1 else [*pairs, pairs[0], pairs[1]]
+    )
+
+
 def _ids_changed(ground: Ground, path: Path, rng: np.random.Generator) -> None:
     pairs = _pairs(ground)
     row, states = pairs[0]
@@ -527,6 +535,7 @@ FILES: tuple[FilePlant, ...] = (
     FilePlant("a shard of another run under its name", ("index-mismatch", "shard-truncated"), _replace_shard),
     FilePlant("a capture missing", ("rows-missing",), _capture_missing),
     FilePlant("a capture of no row", ("foreign-captures",), _capture_foreign),
+    FilePlant("a capture stored twice", ("duplicate-key",), _capture_twice),
     FilePlant("a token id changed", ("ids-differ",), _ids_changed),
     FilePlant("a loss mask inverted", ("mask-differs",), _mask_changed),
     FilePlant("made for another target", ("spec-mismatch",), _other_target),

@@ -40,6 +40,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "the index and the shards disagree", "run headrace repair: it rebuilds the index"
         ),
         "duplicate-key": Kind("one row is stored twice", "run headrace repair"),
+        "parent-missing": Kind(
+            "a capture takes its first states from one that is not there",
+            "run headrace repair and extract again",
+        ),
+        "counts-differ": Kind(
+            "a capture's counts do not fit its mask", "run headrace repair and extract again"
+        ),
         "spec-mismatch": Kind(
             "the store was made for another target, tokenizer or template", "use the model it was made with"
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from headrace.errors import StorageFullError, StoreError
+from headrace.errors import CorruptError, StorageFullError, StoreError
 from headrace.files import atomic_write
 from headrace.store.build import ShardBuilder
 from headrace.store.dataset import Dataset
@@ -35,10 +35,11 @@ def write_shard(path: Path, name: str, builder: ShardBuilder) -> None:
 
 
 def write_index(path: Path, dataset: Dataset) -> None:
-    """Bring ``index.parquet`` up to date. It is derived: when there is no room for it, the store stays whole without it."""
-    data = load_index(LocalFolder(path), dataset).to_parquet()
+    """Bring ``index.parquet`` up to date. It is derived: when there is no room for it, or a shard has been damaged since,
+    the store stays as it is without it."""
     try:
+        data = load_index(LocalFolder(path), dataset).to_parquet()
         with atomic_write(path / INDEX) as file:
             file.write(data)
-    except StorageFullError as exc:
-        log.warning("the index of %s was not written (%s); it is made again when there is room", path, exc)
+    except (StorageFullError, CorruptError) as exc:
+        log.warning("the index of %s was not written: %s", path, exc)

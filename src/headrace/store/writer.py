@@ -155,7 +155,11 @@ class StoreWriter:
             log.warning("%s", problem.message)
         report = RepairReport(checked)
         mend(self.path, self.dataset, broken, report)
-        log.warning("%s: %d captures were broken and will be captured again", self.path, len(report.dropped))
+        log.warning(
+            "%s: %d broken shards set aside; what they alone held is captured again",
+            self.path,
+            len(report.moved),
+        )
         return report
 
     def _check_taps(self) -> None:

@@ -26,6 +26,7 @@ class Output:
         )
         for noisy in ("httpx", "httpcore", "urllib3", "filelock"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
+        logging.getLogger("stamina").setLevel(logging.ERROR)  # whoever retries says why in words of its own
 
     @property
     def stream(self) -> Any:

@@ -164,5 +164,9 @@ def sglang_capture_server(
     return ServerProcess(launch.command, config.port, log, env={**QUIET, **launch.environment, **(env or {})})
 
 
-QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of a server in a test: no network, no more threads than the smallest machine has cores."""
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of a server in a test: no network, and no threads that spin for cores the tests need."""

@@ -14,7 +14,7 @@ from headrace.sglang_plugin.protocol import Facts, Reply, Wish
 _LOG = logging.getLogger(__name__)
 _FAULTS = 3
 """Faults in a row that open the breaker; a refused connection opens it at once."""
-_LONGEST_REST_S = 30.0
+_LONGEST_REST_S = 5.0
 _PROBE_TIMEOUT = httpx.Timeout(120.0, connect=5.0)
 
 

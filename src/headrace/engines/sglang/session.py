@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from headrace.errors import EngineUnavailableError, PreflightError
 from headrace.sglang_plugin.protocol import Facts, Reply, Wish
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
+_LOG = logging.getLogger(__name__)
 _READERS = 4
 """Threads that read and verify staged files."""
 _POISON = 5
@@ -164,11 +166,14 @@ class Session:
         """Ask servers that rest whether they are back; give up when all have been gone for long."""
         since = time.monotonic()
         while True:
-            due = [server for server in self._link.servers if server.probe_due]
+            late = time.monotonic() - since > self._link.options.patience_s
+            due = [
+                server for server in self._link.servers if server.probe_due or (late and not server.healthy)
+            ]
             await asyncio.gather(*(self._probe(server) for server in due))
             if any(server.healthy for server in self._link.servers):
                 since = time.monotonic()
-            elif time.monotonic() - since > self._link.options.patience_s:
+            elif late:
                 reasons = "; ".join(f"{s.url}: {s.reason}" for s in self._link.servers)
                 raise EngineUnavailableError(
                     f"no server has answered for {self._link.options.patience_s:.0f} s ({reasons}); start them and run again, it resumes"
@@ -210,6 +215,8 @@ class Session:
         )
         async for attempt in tries:
             with attempt:
+                if attempt.num > 1:
+                    _LOG.info("row %s: try %d", row.key, attempt.num)
                 return await self._once(row)
         raise AssertionError("stamina re-raises the last error")
 
@@ -289,9 +296,19 @@ class Session:
         except PreflightError as exc:
             server.rest(str(exc))  # it was restarted without the plug-in: never go on without the proof
             raise _ServerFault from exc
+        if server.facts is None or reply.facts.run != server.facts.run:
+            self._meet_again(server, reply.facts)
         server.succeeded(len(row), time.monotonic() - started, reply)
         server.retractions += int(meta.get("num_retractions") or 0)
         return reply
+
+    def _meet_again(self, server: Server, facts: Facts) -> None:
+        """It was restarted between two answers: it must be as good as before. Raises _ServerFault when it is not."""
+        problem = self._link.acceptable(facts)
+        if problem:
+            server.rest(problem)
+            raise _ServerFault
+        server.facts = facts
 
     async def _abort(self, server: Server, rid: str) -> None:
         with contextlib.suppress(httpx.HTTPError):

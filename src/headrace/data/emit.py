@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace.data.config import PrepareConfig
 from headrace.data.convert import DROPPED_SCHEMA, HELD_OUT, SKETCH, SOURCE
 from headrace.data.folder import seal_file
 from headrace.data.hygiene import NearDuplicates, histogram, length_edges, outlier_bounds
@@ -18,25 +18,41 @@ from headrace.data.rows import SPLITS, RowWriter
 from headrace.data.runs import Runs
 
 _LISTED_OUTLIERS = 20
+_NO_LIMIT = np.iinfo(np.int64).max
 _DROPPED_GROUP = 1 << 16
 _SHARE_EDGES = tuple(i / 10 for i in range(10))
+
+
+@dataclass(frozen=True)
+class EmitOptions:
+    """Which of the last filters are on."""
+
+    near_duplicates: float = 0.0
+    """Jaccard threshold, 0 = off."""
+    drop_outliers: bool = False
+    limit: int = 0
+    """Rows of all, 0 = no limit."""
+    limits: tuple[int, ...] = ()
+    """Rows of each group of sources, 0 = no limit."""
+    groups: tuple[int, ...] = ()
+    """The group of each source."""
 
 
 class Emitter:
     """Takes merged windows of rows and writes what is kept."""
 
-    def __init__(self, config: PrepareConfig, limits: list[int], groups: list[int], runs: Runs) -> None:
-        self.config, self._runs = config, runs
+    def __init__(self, options: EmitOptions, runs: Runs) -> None:
+        self.options, self._runs = options, runs
         self.kept = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         for name, count in runs.tally.counts.items():
             unit, _, reason = name.partition(":")
             if unit in ("record", "row"):
                 self.dropped[unit, reason] += count
-        self._limits = np.array([limit or np.iinfo(np.int64).max for limit in limits], dtype=np.int64)
-        self._groups = np.array(groups, dtype=np.int64)
-        self._taken = np.zeros(max(groups, default=0) + 1, dtype=np.int64)
-        self._near = NearDuplicates(config.near_duplicates) if config.near_duplicates else None
+        self._limits = np.array([limit or _NO_LIMIT for limit in options.limits], dtype=np.int64)
+        self._groups = np.array(options.groups, dtype=np.int64)
+        self._taken = np.zeros(len(options.limits), dtype=np.int64)
+        self._near = NearDuplicates(options.near_duplicates) if options.near_duplicates else None
         tokens = runs.numbers("tokens")
         self._length_bounds = outlier_bounds(np.log(np.maximum(tokens, 1)))
         self._share_bounds = outlier_bounds(runs.numbers("supervised") / np.maximum(tokens, 1))
@@ -121,7 +137,7 @@ class Emitter:
             }
             self._outliers.append(facts)
         self._outlier_count += int(odd.sum())
-        if self.config.outliers == "report" or not odd.any():
+        if not self.options.drop_outliers or not odd.any():
             return table
         self._drop(table.filter(pa.array(odd)), "outlier")
         return table.filter(pa.array(~odd))
@@ -133,12 +149,12 @@ class Emitter:
         keep = np.ones(len(groups), dtype=bool)
         for group in np.unique(groups).tolist():
             mine = np.flatnonzero(groups == group)
-            room = int(min(max(0, self._limits[sources[mine[0]]] - self._taken[group]), len(mine)))
+            room = int(min(max(0, self._limits[group] - self._taken[group]), len(mine)))
             keep[mine[room:]] = False
             self._taken[group] += room
         self._drop(table.filter(pa.array(~keep)), "source_limit")
         table = table.filter(pa.array(keep))
-        room = max(0, self.config.limit - self.kept) if self.config.limit else table.num_rows
+        room = max(0, self.options.limit - self.kept) if self.options.limit else table.num_rows
         self._drop(table.slice(room), "limit")
         return table.slice(0, room)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import psutil
 import xxhash
 
-from headrace.errors import StorageFullError, UsageError
+from headrace.errors import PreflightError, StorageFullError, UsageError
 from headrace.files import FULL_ERRNOS, fsync_folder, read_json
 
 
@@ -86,3 +88,35 @@ def file_hash(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+class WorkFolder:
+    """Sealed runs of unfinished work on ``out`` live here, beside it; a lock keeps a second process away."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.absolute().parent / f".{out.name}.work"
+        self._lock: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / "lock", "wb")  # held until the work ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise PreflightError(
+                f"another process works at {self.path}; wait for it or give another --out"
+            ) from None
+        return self
+
+    def remove(self) -> None:
+        """The work is done: nothing of it is needed any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not any(self.path.glob("run-*.json")):
+            self.remove()  # nothing worth going on from
+        if self._lock is not None:
+            self._lock.close()

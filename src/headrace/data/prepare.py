@@ -6,18 +6,16 @@ asserted before anything appears at ``--out``, and no rows at all is a failure.
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from headrace.data.config import PrepareConfig
 from headrace.data.convert import Converted, Converter, ConvertOptions
-from headrace.data.emit import Emitter
-from headrace.data.folder import refuse_foreign_folder
+from headrace.data.emit import EmitOptions, Emitter
+from headrace.data.folder import WorkFolder, refuse_foreign_folder
 from headrace.data.hygiene import PromptOverlap, require_datasketch
 from headrace.data.identity import inputs_key
 from headrace.data.pool import Pool, WorkerSetup
@@ -29,7 +27,7 @@ from headrace.data.rows import KIND, RowFolder, RowWriter
 from headrace.data.runs import Runs
 from headrace.data.sources import Sources, find_sources
 from headrace.data.template import ChatTemplate, check_special_ids
-from headrace.errors import CorruptError, HeadraceError, InputError, PreflightError
+from headrace.errors import CorruptError, HeadraceError, InputError
 from headrace.files import read_json
 from headrace.target import Target, tokenizer_fingerprint
 from headrace.types import hash_json
@@ -73,7 +71,7 @@ class _Preparation:
         if (found := self._reusable(key)) is not None:
             self.say(f"{config.out} was made from the same inputs with the same options; nothing to do")
             return self._result(found.manifest, reused=True)
-        with _WorkFolder(config.out) as folder:
+        with WorkFolder(config.out) as folder:
             runs = Runs(folder.path, key)
             if runs.tally.records:
                 self.say(f"going on behind record {runs.tally.records:,}, where an earlier run was stopped")
@@ -162,12 +160,11 @@ class _Preparation:
     def _write(self, sources: Sources, runs: Runs, key: str) -> dict[str, Any]:
         config = self.config
         with RowWriter(config.out) as writer:
-            emitter = Emitter(
-                config,
-                [sources.groups[i.group].limit for i in sources.items],
-                [i.group for i in sources.items],
-                runs,
-            )
+            limits = tuple(group.limit for group in sources.groups)
+            groups = tuple(item.group for item in sources.items)
+            drop_outliers = config.outliers == "drop"
+            options = EmitOptions(config.near_duplicates, drop_outliers, config.limit, limits, groups)
+            emitter = Emitter(options, runs)
             with emitter.open(writer.folder / "dropped.parquet"):
                 for table in runs.merged():
                     emitter.emit(table, writer)
@@ -228,36 +225,6 @@ class _Preparation:
     def _result(self, manifest: dict[str, Any], reused: bool) -> dict[str, Any]:
         seconds = time.monotonic() - self.started
         return {**manifest, "out": str(self.config.out), "reused": reused, "seconds": round(seconds, 3)}
-
-
-class _WorkFolder:
-    """Sealed runs of an unfinished preparation live here, beside ``out``; a lock keeps a second process away."""
-
-    def __init__(self, out: Path) -> None:
-        self.path = out.absolute().parent / f".{out.name}.work"
-        self._lock: IO[bytes] | None = None
-
-    def __enter__(self) -> _WorkFolder:
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / "lock", "wb")  # held until the work ends
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise PreflightError(
-                f"another process prepares rows at {self.path}; wait for it or give another --out"
-            ) from None
-        return self
-
-    def remove(self) -> None:
-        """The work is done: nothing of it is needed any more."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not any(self.path.glob("run-*.json")):
-            self.remove()  # nothing worth going on from
-        if self._lock is not None:
-            self._lock.close()
 
 
 def _stop_ids(folder: Path) -> tuple[int, ...]:

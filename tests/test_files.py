@@ -23,7 +23,10 @@ def test_failure_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_its_own_error(tmp_path: Path, number: int) -> None:
-    with pytest.raises(StorageFullError, match=r"no space left to write .*x\.json") as caught, atomic_write(tmp_path / "x.json"):
+    with (
+        pytest.raises(StorageFullError, match=r"no space left to write .*x\.json") as caught,
+        atomic_write(tmp_path / "x.json"),
+    ):
         raise OSError(number, "full")
     assert caught.value.errno == number and caught.value.exit_code == 1
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,12 @@ def spec(**changes: object) -> CaptureSpec:
 
 @pytest.mark.parametrize(
     ("layers", "taps"),
-    [(36, (2, 18, 33, "final")), (61, (2, 30, 58, "final")), (32, (2, 16, 29, "final")), (30, (2, 15, 27, "final"))],
+    [
+        (36, (2, 18, 33, "final")),
+        (61, (2, 30, 58, "final")),
+        (32, (2, 16, 29, "final")),
+        (30, (2, 15, 27, "final")),
+    ],
 )
 def test_eagle3_preset_is_the_published_one(layers: int, taps: tuple[object, ...]) -> None:
     """As boundaries; the same tensors as "outputs of layers" [1, N//2-1, N-4] (EX-06)."""
@@ -32,7 +37,9 @@ def test_eagle3_preset_is_the_published_one(layers: int, taps: tuple[object, ...
 def test_other_presets() -> None:
     assert parse_taps("dflash", 36) == (2, 10, 18, 26, 34, "final")
     assert parse_taps("last", 36) == ("final",)
-    assert parse_taps("33, 2,18,FINAL", 36) == (33, 2, 18, "final"), "the order given is the order stored (EX-11)"
+    assert parse_taps("33, 2,18,FINAL", 36) == (33, 2, 18, "final"), (
+        "the order given is the order stored (EX-11)"
+    )
     assert parse_taps([0, 36], 36) == (0, 36)
 
 
@@ -72,7 +79,9 @@ def test_every_field_but_the_path_takes_part_in_equality() -> None:
         "dtype": "float16", "taps": (2, 18, 33), "final_normed": False, "norm_kind": "rms1p", "norm_eps": 1e-6,
         "tokenizer_hash": "t", "template_hash": "x",
     }  # fmt: skip
-    assert set(changes) | {"target"} == {f.name for f in dataclasses.fields(CaptureSpec)}, "a new field needs a line here"
+    assert set(changes) | {"target"} == {f.name for f in dataclasses.fields(CaptureSpec)}, (
+        "a new field needs a line here"
+    )
     for name, value in changes.items():
         assert spec(**{name: value}) != spec(), name
         assert spec().differences(spec(**{name: value}))[0].startswith(name)
@@ -91,7 +100,9 @@ def test_key_follows_the_content_and_nothing_else() -> None:
     assert row.key == Row.make(np.array([5, 6, 7], dtype=np.int64), [False, True, True]).key
     assert row.key != Row.make([5, 6, 8], [0, 1, 1]).key
     assert row.key != Row.make([5, 6, 7], [1, 1, 1]).key
-    assert row.key == "e69931a82750f9d80a5552caeaed4ef0", "stores on disk are keyed by this: it may never change"
+    assert row.key == "e69931a82750f9d80a5552caeaed4ef0", (
+        "stores on disk are keyed by this: it may never change"
+    )
     assert row.supervised == 2 and len(row) == 3
 
 

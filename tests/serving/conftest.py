@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from headrace.testing.servers import ServerProcess, free_port
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parents[1] / "support"
 PROMPTS = ROOT / "examples" / "data" / "eval_prompts.jsonl"
-COUNT, STEPS, NEW = 6, 5, 40
+COUNT, STEPS, NEW = 5, 5, 32
 
 # Every norm and vocabulary flag that an engine must read right, in two drafters that SGLang and vLLM both serve, and one
 # that vLLM alone can.
@@ -245,9 +246,20 @@ def sglang_server(
         server.stop()
 
 
-def vllm_environment() -> dict[str, str]:
-    import os
+def served_settings(model: Path, draft: Path, url: str) -> dict[str, Any]:
+    """Fields of an EvaluateConfig: the same measurement as the ``offline`` fixture, and at a server."""
+    return {
+        "drafts": [draft],
+        "model": str(model),
+        "prompts": [PROMPTS],
+        "limit": COUNT,
+        "steps": STEPS,
+        "max_new_tokens": NEW,
+        "server": url,
+    }
 
+
+def vllm_environment() -> dict[str, str]:
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.evaluate.acceptance import Acceptance
+from headrace.evaluate.config import EvaluateConfig
 from headrace.evaluate.offline import Part
+from headrace.evaluate.run import evaluate
+from headrace.testing.servers import ServerProcess
 
-from .conftest import STEPS
+from .conftest import COUNT, STEPS, served_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -26,20 +30,54 @@ def totals_of(value: dict[str, Any]) -> Acceptance:
     return counts
 
 
-@pytest.mark.parametrize("variant, ids", [("speculators", (2, 15, 27)), ("eagle31", (1, 9, 16, 27))])
 def test_offline_engine_accepts_what_our_loop_accepts(
-    variant: str,
-    ids: tuple[int, ...],
     exported: Callable[..., Path],
     offline: Callable[[str], Part],
     prompt_ids: list[list[int]],
     vllm_offline: Callable[..., dict[str, Any]],
 ) -> None:
-    ours = offline(variant)
+    ours = offline("speculators")
     assert min(ours.acceptance(STEPS).reached[:3]) > 0, "acceptance must be non-trivial"
-    served = vllm_offline(exported(variant, "vllm"), prompt_ids, one_by_one=True)
-    assert f"Using auxiliary layers from speculative config: {ids}" in served["log"]
+    served = vllm_offline(exported("speculators", "vllm"), prompt_ids, one_by_one=True)
+    assert "Using auxiliary layers from speculative config: (2, 15, 27)" in served["log"]
     assert served["tokens"] == [record["tokens"] for record in ours.records]
     totals = [Acceptance.count([], STEPS), *map(totals_of, served["totals"])]
     by_prompt = [after.minus(before) for before, after in itertools.pairwise(totals)]
     assert by_prompt == [Acceptance.count(record["accepted"], STEPS) for record in ours.records]
+
+
+def test_evaluate_against_a_server_gives_the_offline_figure(
+    exported: Callable[..., Path],
+    fitted: Callable[[str], Path],
+    offline: Callable[[str], Part],
+    smollm2: Path,
+    vllm_server: Callable[[Path], ServerProcess],
+    tmp_path: Path,
+) -> None:
+    server = vllm_server(exported("eagle31", "vllm"))
+    config = EvaluateConfig(
+        **served_settings(smollm2, fitted("eagle31"), server.url), out=tmp_path, concurrency=1
+    )
+    report = evaluate(config, lambda text: None)
+    part = report["served"]["parts"][0]
+    assert "Using auxiliary layers from speculative config: (1, 9, 16, 27)" in server.log.read_text()
+    assert report["served"]["engine"] == "vllm"
+    assert report["served"]["version"] == "0.32.0"
+    assert (
+        part["reached"]
+        == report["drafts"][0]["parts"][0]["reached"]
+        == list(offline("eagle31").acceptance(STEPS).reached)
+    )
+    assert part["equal_to_offline"] == part["counts_equal_to_offline"] == f"{COUNT}/{COUNT}"
+    assert (part["gap"], part["mismatch"], report["served"]["mismatch"]) == (0.0, False, False)
+
+    # Many in flight: vLLM's totals alone, read before and after.
+    crowd = config.model_copy(update={"concurrency": 4})
+    again = evaluate(crowd, lambda text: None)["served"]["parts"][0]
+    assert again["reached"] == part["reached"]
+    assert "counts_equal_to_offline" not in again
+
+    with pytest.raises(ConfigError, match=f"drafts with steps {STEPS}.*--steps {STEPS}"):
+        evaluate(config.model_copy(update={"steps": 3, "offline": False}), lambda text: None)
+    with pytest.raises(ConfigError, match="vLLM drafts chains"):
+        evaluate(config.model_copy(update={"topk": 2, "offline": False}), lambda text: None)

@@ -162,7 +162,15 @@ class VllmServer(Server):
         return cls(client, config, facts)
 
     async def answer(self, prompt: list[int]) -> Reply:
-        """Generate through ``/v1/completions``."""
+        """Generate through ``/v1/completions``. With one request in flight the totals tell its own counts too."""
+        if self.config.concurrency > 1:
+            return await self._complete(prompt)
+        before = await self.totals()
+        reply = await self._complete(prompt)
+        reply.acceptance = (await self.totals()).minus(before)
+        return reply
+
+    async def _complete(self, prompt: list[int]) -> Reply:
         body = {
             "model": self.facts["model"],
             "prompt": prompt,

@@ -92,7 +92,8 @@ def engine_fault(ground: Ground, fault: str, seed: int) -> tuple[Path, int]:
     def make(spec: CaptureSpec) -> Engine:
         return FaultyEngine(spec, counted, fast())
 
-    kill_after(extraction_process(config, make), 120)
+    code = kill_after(extraction_process(config, make), 300)
+    assert code == 0, f"{fault}: the run ended with {code}; see {config.out}.log"
     run_until_finished(lambda: extraction_process(config))
     return config.out, count.stat().st_size if count.exists() else 0
 

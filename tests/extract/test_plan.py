@@ -12,8 +12,9 @@ import pytest
 from headrace.cli import main
 from headrace.errors import ConfigError, InputError
 from headrace.extract.config import ExtractConfig, PlanConfig
-from headrace.extract.plan import CODEC_RATIOS, plan
+from headrace.extract.plan import CODEC_RATIOS, plan, usual_codec
 from headrace.extract.run import extract
+from headrace.store.codecs import default_codec
 from headrace.testing.extraction import make_rows, write_rows
 from headrace.types import Row
 
@@ -49,6 +50,14 @@ def test_sizes_of_the_cases(hidden: int, terabytes: float) -> None:
     assert round(plan(config, roomy).bytes_raw / 1e12, 2) == terabytes
     double = plan(config.model_copy(update={"dtype": "float32"}), roomy)
     assert double.bytes_raw == 2 * plan(config, roomy).bytes_raw
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_usual_codec_is_the_stores_own(dtype: str) -> None:
+    config = PlanConfig(**MISSION, dtype=dtype)
+    assert plan(config, roomy).codec == usual_codec(dtype) == default_codec(dtype)
+    with pytest.raises(ConfigError, match="bf16-planes cannot hold float32"):
+        plan(config.model_copy(update={"dtype": "float32", "codec": "bf16-planes"}), roomy)
 
 
 def test_the_recipe_says_so_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:

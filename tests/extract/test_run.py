@@ -97,6 +97,16 @@ def test_the_same_command_again_does_nothing(place: Place) -> None:
     assert {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file()} == before
 
 
+def test_float32_states_go_into_a_codec_that_holds_them(place: Place) -> None:
+    assert place.run(dtype="float32")["codec"] == "raw"
+    assert place.compare()
+
+
+def test_an_existing_store_keeps_its_codec(place: Place) -> None:
+    place.run(limit=20, codec="raw")
+    assert place.run()["codec"] == "raw" and place.compare()
+
+
 def test_two_runs_give_the_same_captures(place: Place) -> None:
     place.run()
     place.run(out=place.folder / "other", seed=7, engine_options={"seed": 3})

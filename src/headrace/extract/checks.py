@@ -13,6 +13,7 @@ from headrace.extract.disk import gigabytes, space
 from headrace.extract.ledger import Selection
 from headrace.extract.plan import stored_ratio
 from headrace.store import Store
+from headrace.store.codecs import default_codec
 from headrace.target import Target
 from headrace.types import CaptureSpec, Row
 
@@ -85,13 +86,18 @@ def check_engine(config: ExtractConfig, engine: Engine, say: Any) -> None:
         )
 
 
-def check_space(config: ExtractConfig, selection: Selection, spec: CaptureSpec) -> None:
+def codec_of(config: ExtractConfig, store: Store | None, spec: CaptureSpec) -> str:
+    """The codec this run writes with."""
+    return config.codec or (store.codec if store is not None else default_codec(spec.dtype))
+
+
+def check_space(config: ExtractConfig, selection: Selection, spec: CaptureSpec, codec: str) -> None:
     """The store will fit where it goes."""
-    need = int(selection.tokens * spec.bytes_per_token * stored_ratio(config.codec)) + int(config.min_free)
+    need = int(selection.tokens * spec.bytes_per_token * stored_ratio(codec)) + int(config.min_free)
     free = space(config.out).free
     if free < need and not config.skip_preflight:
         raise PreflightError(
-            f"the store needs about {gigabytes(need)} ({selection.tokens:,} tokens with codec {config.codec}, and --min-free) and the "
+            f"the store needs about {gigabytes(need)} ({selection.tokens:,} tokens with codec {codec}, and --min-free) and the "
             f"file system of {config.out} has {gigabytes(free)}; free some, choose a smaller codec, or --skip-preflight to fill it and "
             "pause when it is full"
         )

@@ -39,8 +39,9 @@ class ExtractConfig(Section):
     """dtype of the stored states: bfloat16, float16 or float32; the target's own when empty."""
     final_normed: bool = True
     """Store the final state after the final norm (what lm_head reads)."""
-    codec: str = "bf16-planes"
-    """How states are stored: raw, bf16-planes (lossless) or fp8 (lossy)."""
+    codec: str = ""
+    """How states are stored: raw, bf16-planes (lossless, for 16-bit states) or fp8 (lossy). When empty: that of the store if there is
+    one, else bf16-planes for 16-bit states and raw for float32."""
     final_positions: Literal["all", "supervised"] = "all"
     """Keep the final state everywhere, or only where the next token is supervised (all that a loss needs)."""
     shard_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
@@ -125,8 +126,8 @@ class PlanConfig(Section):
     # --- how -------------------------------------------------------------------------------------------------------------
     out: Path = Path()
     """Where the store will be."""
-    codec: str = "bf16-planes"
-    """Codec that the verdict is about."""
+    codec: str = ""
+    """Codec that the verdict is about; what an extraction would use when empty."""
     shard_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
     """Size of a shard file, about."""
     min_free: ByteSize = Field(default=ByteSize(GIB), ge=0)

@@ -28,7 +28,13 @@ class Journal:
     """Opened at the start of a session, closed at its end; the supervisor alone writes to it."""
 
     def __init__(
-        self, files: RunFiles, config: ExtractConfig, spec: CaptureSpec, engine: EngineInfo, rows: RowFolder
+        self,
+        files: RunFiles,
+        config: ExtractConfig,
+        spec: CaptureSpec,
+        engine: EngineInfo,
+        rows: RowFolder,
+        codec: str,
     ) -> None:
         self.files = files
         before = read_json(files.manifest) if files.manifest.is_file() else {}
@@ -45,6 +51,7 @@ class Journal:
             "format": FORMAT,
             "config": config.model_dump(mode="json"),
             "spec": spec.to_dict(),
+            "codec": codec,
             "engine": {"name": engine.name, "version": engine.version, "settings": engine.settings},
             "rows": {
                 "path": str(config.rows),

@@ -31,6 +31,11 @@ def stored_ratio(codec: str) -> float:
     return CODEC_RATIOS.get(codec, 1.0)
 
 
+def usual_codec(dtype: str) -> str:
+    """What a store uses when not told (:func:`headrace.store.codecs.default_codec`, which brings torch; a test compares the two)."""
+    return "bf16-planes" if DTYPE_BYTES[dtype] == 2 else "raw"
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Rows of similar length."""
@@ -135,15 +140,19 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
     rows, tokens, lengths = _data(config)
     longest = int(lengths.max()) if lengths is not None and len(lengths) else config.max_tokens
     shape = _shape(config)
-    rate, ratio = _measured(config)
+    codec = config.codec or usual_codec(shape.dtype)
+    rate, ratio = _measured(config, codec)
     bytes_raw = tokens * shape.bytes_per_token
     codecs = [
-        _codec_size(
-            codec, ratio if ratio and codec == config.codec else known, bytes_raw, int(config.shard_bytes)
-        )
-        for codec, known in CODEC_RATIOS.items()
+        _codec_size(name, ratio if ratio and name == codec else known, bytes_raw, int(config.shard_bytes))
+        for name, known in CODEC_RATIOS.items()
+        if name != "bf16-planes" or DTYPE_BYTES[shape.dtype] == 2
     ]
-    stored = next((c.bytes for c in codecs if c.codec == config.codec), bytes_raw)
+    if codec not in {size.codec for size in codecs}:
+        raise ConfigError(
+            f"--codec {codec} cannot hold {shape.dtype} states; choose one of {[size.codec for size in codecs]}"
+        )
+    stored = next(size.bytes for size in codecs if size.codec == codec)
     flying = default_budget(config.tokens_in_flight, longest) * shape.bytes_per_token
     places = [Place("the store", str(config.out), stored + int(config.min_free), space(config.out).free)]
     if config.engine in SERVER_ENGINES:
@@ -164,7 +173,7 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         lengths=length_buckets(lengths) if lengths is not None else [],
         shape=shape,
         bytes_raw=bytes_raw,
-        codec=config.codec,
+        codec=codec,
         codecs=codecs,
         memory=memory,
         memory_available=(available_memory or _available_memory)(),
@@ -198,15 +207,13 @@ def _shape(config: PlanConfig) -> Shape:
         num_layers, hidden_size, dtype = target.num_layers, target.hidden_size, config.dtype or target.dtype
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {dtype} is not one of {sorted(DTYPE_BYTES)}")
-    if config.codec not in CODEC_RATIOS:
-        raise ConfigError(f"--codec {config.codec} is not one of {sorted(CODEC_RATIOS)}")
     try:
         return Shape(parse_taps(config.taps, num_layers), hidden_size, dtype)
     except ValueError as exc:
         raise ConfigError(f"--taps {config.taps}: {exc}") from exc
 
 
-def _measured(config: PlanConfig) -> tuple[float, float]:
+def _measured(config: PlanConfig, codec: str) -> tuple[float, float]:
     """(tokens a second, stored bytes a raw byte) of an earlier extraction; zeros where it tells none."""
     if config.measured is None:
         return 0.0, 0.0
@@ -217,7 +224,7 @@ def _measured(config: PlanConfig) -> tuple[float, float]:
             f"--measured {config.measured}: no session of that extraction has ended with captures"
         )
     last = results[-1]
-    ratio = last["ratio"] if last["codec"] == config.codec else 0.0
+    ratio = last["ratio"] if last["codec"] == codec else 0.0
     return float(last["tokens_per_second"]), float(ratio)
 
 

@@ -104,7 +104,8 @@ class Extraction:
         if store is not None:
             checks.check_provenance(self.config, store, self.engine)
         checks.check_engine(self.config, self.engine, self.say)
-        checks.check_space(self.config, selection, self.spec)
+        self.codec = checks.codec_of(self.config, store, self.spec)
+        checks.check_space(self.config, selection, self.spec, self.codec)
         pipeline = self._pipeline(budget, selection)
         return self._work(pipeline, selection, failures)
 
@@ -168,7 +169,7 @@ class Extraction:
         writer = StoreWriter(
             self.config.out,
             self.spec,
-            codec=self.config.codec,
+            codec=self.codec,
             final_positions=self.config.final_positions,
             provenance={"engine": checks.engine_provenance(self.engine), "headrace": __version__},
             # Zero states are judged by check_capture, tap by tap: at boundary 0 they are legitimate.
@@ -206,7 +207,7 @@ class Extraction:
         return pipeline
 
     def _work(self, pipeline: Pipeline, selection: Selection, failures: FailureFile) -> Outcome:
-        journal = Journal(self.files, self.config, self.spec, self.engine.info, self.rows)
+        journal = Journal(self.files, self.config, self.spec, self.engine.info, self.rows, self.codec)
         self.stack.callback(journal.close)
         info, there = self.engine.info, selection.skipped[ALREADY]
         self.say(

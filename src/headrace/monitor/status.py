@@ -69,7 +69,7 @@ def read_status(path: Path) -> Status:
         state=_state(files, session, progress),
         model=spec["target"],
         engine=f"{engine['name']} {engine['version']}",
-        codec=manifest["config"]["codec"],
+        codec=manifest["codec"],
         taps=spec["taps"],
         sessions=len(manifest["sessions"]),
         started=session["started"],

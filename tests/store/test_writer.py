@@ -81,6 +81,18 @@ def test_a_state_of_zeros_is_refused_unless_allowed(tmp_path: Path) -> None:
     assert same_bits(Store.open(tmp_path / "s")[row.key].states, states)
 
 
+def test_an_embedding_may_be_zero(tmp_path: Path) -> None:
+    row, spec = make_row(1, 4), make_spec(taps=(0, 2))
+    states = make_states(row, spec)
+    states[0, 2] = 0
+    with StoreWriter(tmp_path / "s", spec) as writer:
+        assert writer.add(row, states)
+        states = make_states(make_row(2, 4), spec)
+        states[1, 2] = 0
+        with pytest.raises(CaptureError, match="tap 2, position 2"):
+            writer.add(make_row(2, 4), states)
+
+
 def test_a_key_that_is_not_the_hash_is_refused(tmp_path: Path) -> None:
     row = make_row(1, 5)
     liar = Row(row.ids, ~row.mask, row.key)

@@ -252,7 +252,9 @@ class StoreWriter:
         for index, tap in enumerate(self.spec.taps):
             keep = kept_positions(row.mask, tap, self.dataset.final_positions)
             keep = np.ones(shape[1], bool) if keep is None else keep[shared:]
-            bad = first_bad_row(bits[index], self.spec.dtype, None if self.options.allow_zeros else keep)
+            # an embedding may have a row of zeros (padding tokens do), a residual stream does not
+            zeros_allowed = self.options.allow_zeros or tap == 0
+            bad = first_bad_row(bits[index], self.spec.dtype, None if zeros_allowed else keep)
             if bad is not None:
                 position = shared + bad[0]
                 raise CaptureError(

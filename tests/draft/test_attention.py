@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import toy_config, toy_draft, toy_pack
 
 from headrace.draft import attention
 from headrace.draft.attention import block_mask
 from headrace.draft.layout import Layout
 from headrace.draft.ttt import Pack, Unroll
+
+from .toys import toy_config, toy_draft, toy_pack
 
 MASKS = [[False] * 3 + [True] * 150, [True] * 60 + [False] * 20 + [True] * 40, [False] * 4, [True] * 30]
 

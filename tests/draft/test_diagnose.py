@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import World, capture_into, write_rows
 from headrace.config import build
 from headrace.data.rows import RowWriter
 from headrace.draft.checkpoint import file_hash
@@ -23,6 +22,8 @@ from headrace.draft.train import train
 from headrace.store import Store, StoreWriter
 from headrace.testing.models import make_tiny_model
 from headrace.types import Row
+
+from .conftest import World, capture_into, write_rows
 
 TAPS = (1, 2, 3, 4, 5, "final")
 

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import toy_config, toy_draft
 
-from conftest import World
 from headrace.draft.checkpoint import load_draft, save_draft
 from headrace.draft.model import DraftCache, Eagle3Draft
 from headrace.draft.rotary import Rotary
@@ -22,6 +20,9 @@ from headrace.errors import ConfigError, CorruptError, SpecMismatchError
 from headrace.target import Target
 from headrace.testing.models import make_tiny_model
 from headrace.types import CaptureSpec, Row
+
+from .conftest import World
+from .toys import toy_config, toy_draft
 
 SPEC = CaptureSpec(
     target="t", config_hash="c", num_layers=7, hidden_size=16, dtype="bfloat16", taps=(1, 2, 4, "final"), norm_kind="rms", norm_eps=1e-5

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import World, make_world
 from headrace.config import build
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import TrainConfig
 from headrace.draft.train import train
 from headrace.errors import ConfigError, HeadraceError, SpecMismatchError
+
+from .conftest import World, make_world
 
 
 def config(world: World, out: Path, **changes: Any) -> TrainConfig:

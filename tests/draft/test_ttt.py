@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from plain import PlainDrafter
 from torch import Tensor
-from toys import draft_ids, toy_config, toy_draft, toy_pack
 
 from headrace.draft.model import DraftCache, Eagle3Draft
 from headrace.draft.objective import Objective
 from headrace.draft.teacher import Teacher
 from headrace.draft.ttt import Pack, Unroll
 from headrace.target import Head
+
+from .plain import PlainDrafter
+from .toys import draft_ids, toy_config, toy_draft, toy_pack
 
 VARIANTS: list[dict[str, Any]] = [
     {},

@@ -134,6 +134,7 @@ class _Preparation:
 
     def _convert_all(self, sources: Sources, options: ConvertOptions, runs: Runs) -> None:
         chunks = sources.chunks(runs.position)
+        before = runs.tally.tokens
         with Progress("prepare", sources.size, self.say) as progress:
             for chunk, result in self._converted(chunks, options):
                 if result.bad is not None:
@@ -142,7 +143,9 @@ class _Preparation:
                         f"{name} line {line}: the record {what}. Mend it, or leave such records out with --on-bad-row skip"
                     )
                 runs.add(result, (chunk.source, chunk.first + len(chunk)))
-                progress.update(sources.bytes_before(chunk), runs.tally.records, runs.tally.tokens)
+                rate = (runs.tally.tokens - before) / max(1e-9, time.monotonic() - self.started)
+                facts = f"{runs.tally.records:,} records, {runs.tally.tokens:,} tokens, {rate:,.0f} tokens/s"
+                progress.update(sources.bytes_before(chunk), facts)
 
     def _converted(
         self, chunks: Iterator[Chunk], options: ConvertOptions

@@ -17,7 +17,6 @@ class Progress:
     def __init__(self, title: str, total: int, say: Callable[[str], None]) -> None:
         self._title, self._total, self._say = title, total, say
         self._started = self._said = time.monotonic()
-        self._first_tokens: int | None = None
         self._bar: Any = None
         self._task: Any = None
 
@@ -37,13 +36,9 @@ class Progress:
             self._bar.start()
         return self
 
-    def update(self, done: int, records: int, tokens: int) -> None:
-        """Tell the state: ``done`` of the total, records and tokens so far."""
+    def update(self, done: int, facts: str) -> None:
+        """Tell the state: ``done`` of the total, and what a person wants to know beside it."""
         now = time.monotonic()
-        if self._first_tokens is None:
-            self._first_tokens = tokens
-        rate = (tokens - self._first_tokens) / max(1e-9, now - self._started)
-        facts = f"{records:,} records, {tokens:,} tokens, {rate:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, facts=facts)
         elif now - self._said >= _EVERY_SECONDS:

@@ -103,9 +103,9 @@ def draw(numbers: Numbers, title: str, bins: int, path: Path) -> None:
     groups = [("train", numbers.lengths[~held], _TRAIN), ("validation", numbers.lengths[held], _VALIDATION)]
     edges = numbers.edges(bins)
     _bars(rows, edges, [(name, lengths, None, color) for name, lengths, color in groups])
-    rows.set(xscale="log", xlabel="tokens in a row", ylabel="rows", title="Length")
+    rows.set(xlabel="tokens in a row", ylabel="rows", title="Length")
     _bars(tokens, edges, [(name, lengths, lengths / 1e3, color) for name, lengths, color in groups])
-    tokens.set(xscale="log", xlabel="tokens in a row", ylabel="thousand tokens", title="Where the tokens are")
+    tokens.set(xlabel="tokens in a row", ylabel="thousand tokens", title="Where the tokens are")
     even = np.linspace(0, 1, bins + 1)
     _bars(
         shares,
@@ -123,6 +123,8 @@ def draw(numbers: Numbers, title: str, bins: int, path: Path) -> None:
         linewidth=1,
         label="of all tokens",
     )
+    for axes in (rows, tokens):
+        _logarithmic(axes, int(edges[0]), int(edges[-1]))
     rows.legend(frameon=False)
     shares.legend(frameon=False)
     figure.suptitle(title)
@@ -145,3 +147,14 @@ def _bars(axes: Any, edges: np.ndarray, groups: list[tuple[str, np.ndarray, np.n
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+
+
+def _logarithmic(axes: Any, low: int, high: int) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5 times the powers of ten."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    ticks = [step * 10**power for power in range(9) for step in (1, 2, 5)]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high] or [low, high]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))

@@ -39,6 +39,10 @@ class AnswerFile:
         self.providers: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
         self.with_ids = 0
+        self.spent = 0.0
+        """US dollars spent on this file so far, failures included."""
+        self.dearest = 0.0
+        """Cost of the most expensive conversation so far."""
         self._synced = time.monotonic()
         self._out: IO[bytes] | None = None
         self._failed: IO[bytes] | None = None
@@ -50,6 +54,7 @@ class AnswerFile:
                 raise ConfigError(f"--out {self.path} is a folder; name a .jsonl file")
             self._check_settings()
             self._read_done()
+            self.spent = max(self.spent, float(self.usage.get("cost", 0.0)))
             self._out = open(self.path, "ab")
             self._failed = open(self.failed_path, "wb")
             self.write_manifest({})
@@ -71,6 +76,7 @@ class AnswerFile:
             raise CorruptError(
                 f"{self.manifest_path} is not a manifest of regenerated answers; remove it or give another --out"
             )
+        self.spent = float(theirs.get("spent", 0.0))
         wrong = [
             f"{k} {theirs['settings'].get(k)!r} != {v!r}"
             for k, v in self.settings.items()
@@ -105,6 +111,7 @@ class AnswerFile:
     def _count(self, record: dict[str, Any]) -> None:
         facts = record.get("generation") or {}
         self.usage.update(facts.get("usage") or {})
+        self.dearest = max(self.dearest, float((facts.get("usage") or {}).get("cost", 0.0)))
         self.providers.update(facts.get("providers") or [])
         self.finish_reasons.update(r for r in record.get("finish_reasons") or [] if r)
         self.with_ids += bool(record.get("sampled"))
@@ -130,6 +137,7 @@ class AnswerFile:
         """Settings and totals, beside the file."""
         totals = {
             "conversations": len(self.done),
+            "spent": round(self.spent, 6),
             "with_token_ids": self.with_ids,
             "usage": dict(sorted(self.usage.items())),
             "providers": dict(sorted(self.providers.items())),

@@ -117,7 +117,7 @@ class _Run:
         )
         self.reader = RecordReader(aliases=config.role_aliases, answers=False)
         self.totals = Totals()
-        self.totals.cost = float(answers.usage.get("cost", 0.0))
+        self.totals.cost, self.totals.dearest = answers.spent, answers.dearest
         self.ask_ids = False
         self.position = 0
         self.stopped = ""
@@ -345,6 +345,7 @@ class _Run:
         self.totals.tokens += int(usage.get("completion_tokens", 0))
         self.totals.cost += usage.get("cost", 0.0)
         self.totals.dearest = max(self.totals.dearest, usage.get("cost", 0.0))
+        self.answers.spent = self.totals.cost
 
     def _check(self, answer: Answer) -> None:
         config = self.config

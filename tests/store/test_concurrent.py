@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_two_writers_and_a_reader_at_once(tmp_path: Path) -> None:
     seen: set[str] = set()
     rows = {row.key: row for row in (make_row(seed, 60) for seed in range(120))}
     while any(writer.poll() is None for writer in writers):
+        time.sleep(0.02)
         if not (path / "dataset.json").exists():
             continue
         store = Store.open(path)

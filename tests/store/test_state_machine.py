@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from headrace.errors import CorruptError, InputError
 from headrace.store import Parent, Store, StoreWriter, WriterOptions
@@ -63,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.hurt)
     @rule(target=known, row=known, more=rows(max_tokens=5), data=st.data())
-    def add_child(self, row: Row, more: Row, data: st.DataObject) -> Row:
+    def add_child(self, row: Row, more: Row, data: st.DataObject) -> Row | MultipleResults[Row]:
         if row.key not in self.sealed | self.waiting:
             return multiple()
         shared = data.draw(st.integers(1, len(row)))

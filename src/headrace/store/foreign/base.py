@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # what torch.load raises when it refuses a file; nothing is unpickled here
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,7 +80,7 @@ def load_torch(path: Path) -> Any:
             with gzip.open(path, "rb") as file:
                 return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as exc:
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as exc:
         reason = (str(exc).splitlines() or [""])[0]
         raise InputError(f"{path} cannot be read as tensors ({type(exc).__name__}: {reason[:120]})") from exc
 

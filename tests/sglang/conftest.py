@@ -43,7 +43,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Callable[[s
 
     @functools.cache
     def make(family: str) -> Path:
-        hidden = 128 if family == "deepseek_v3" else 64
+        # Tensor parallelism needs a key-value head for each rank, MLA its own sizes.
+        hidden = 128 if family in ("deepseek_v3", "qwen3_moe") else 64
         return make_tiny_model(folder / family, family, hidden=hidden, tokenizer=smollm2)
 
     return make

@@ -43,7 +43,7 @@ class ServerProcess:
         self.command = list(command)
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._env = {**os.environ, **(env or {})}
+        self.env = {**os.environ, **(env or {})}
         self._health = health
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -69,7 +69,7 @@ class ServerProcess:
             # A session of its own: a Ctrl-C in the terminal reaches the test, which then stops the server in order.
             self._process = subprocess.Popen(
                 self.command,
-                env=self._env,
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

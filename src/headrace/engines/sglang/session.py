@@ -48,15 +48,15 @@ class Link:
     def acceptable(self, facts: Facts) -> str:
         """Why a server must not be used for this spec; empty when it may."""
         spec = self.spec
-        if not set(spec.taps) <= set(facts.taps):
-            return f"it captures {list(facts.taps)}, asked are {list(spec.taps)}; start it with --taps {','.join(map(str, spec.taps))}"
-        if facts.dtype != spec.dtype:
-            return f"it computes in {facts.dtype}, the spec says {spec.dtype}; start it with --dtype {spec.dtype} or extract with --dtype {facts.dtype}"
         if (facts.num_layers, facts.hidden_size) != (spec.num_layers, spec.hidden_size):
             return (
                 f"its model has {facts.num_layers} layers of {facts.hidden_size}, the target {spec.num_layers} of "
                 f"{spec.hidden_size}; start it with the target"
             )
+        if facts.dtype != spec.dtype:
+            return f"it computes in {facts.dtype}, the spec says {spec.dtype}; start it with --dtype {spec.dtype} or extract with --dtype {facts.dtype}"
+        if not set(spec.taps) <= set(facts.taps):
+            return f"it captures {list(facts.taps)}, asked are {list(spec.taps)}; start it with --taps {','.join(map(str, spec.taps))}"
         return ""
 
 

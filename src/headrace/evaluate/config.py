@@ -18,6 +18,8 @@ class EvaluateConfig(Section):
     """Drafter folders; several are compared on the same prompts."""
     model: str
     """Folder or hub id of the target the drafters were trained for."""
+    revision: str = ""
+    """Hub revision of the target."""
     prompts: list[Path] = Field(min_length=1)
     """JSONL prompt files (`turns`, `messages`, `prompt` or `input_ids` a line); each file is one set."""
     out: Path | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.data.progress import Progress
 from headrace.draft.checkpoint import Draft
 from headrace.engines.hf import load_model
 from headrace.errors import InputError, PreflightError
@@ -32,7 +32,6 @@ Match = Literal["equal", "tie", "different"]
 # How close the two best logits must be for another order of summation to swap them: 1-token and K-token forwards round
 # differently. bfloat16: measured, every difference lay within 0.25; float32 has 2**16 times its resolution and some room.
 TIE_GAPS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -101,8 +100,8 @@ class Offline:
         self._plain = Verifier(self.model, target.num_layers, ())
         self._plain_answers: dict[tuple[tuple[int, ...], ...], tuple[list[Answer], float]] = {}
 
-    def measure(self, draft: Draft, prompt_set: PromptSet, say: Say) -> Part:
-        """Run one drafter on one set.
+    def measure(self, draft: Draft, prompt_set: PromptSet, say: Say, *, title: str = "") -> Part:
+        """Run one drafter on one set; ``title`` names both in the progress.
 
         Raises PreflightError when every prompt is too long for the target's context.
         """
@@ -119,13 +118,16 @@ class Offline:
             for p in prompt_set.prompts
         ]
         turn = 0
-        while talks:
-            turn += 1
-            for batch in self._batches(talks, verifier, part):
-                self._decode_batch(decode, rule, batch, turn, part)
-                length = part.acceptance(self.config.steps).length
-                say(f"{prompt_set.name}: {len(part.records)} answers, acceptance length {length:.3f}")
-            talks = [t for t in talks if not t.done]
+        with Progress(title or prompt_set.name, sum(p.turns for p in prompt_set.prompts), say) as progress:
+            while talks:
+                turn += 1
+                for batch in self._batches(talks, verifier, part):
+                    self._decode_batch(decode, rule, batch, turn, part)
+                    progress.update(
+                        len(part.records),
+                        f"acceptance length {part.acceptance(self.config.steps).length:.3f}",
+                    )
+                talks = [t for t in talks if not t.done]
         if not part.records:
             raise PreflightError(
                 f"every prompt of {prompt_set.path} is too long for the {verifier.context} positions of {self.target.name}; lower max_new_tokens"

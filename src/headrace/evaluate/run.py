@@ -6,26 +6,29 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace._version import __version__
-from headrace.draft.checkpoint import Draft, load_draft
-from headrace.errors import CorruptError
+from headrace.config import build
+from headrace.draft.checkpoint import load_draft, read_config
+from headrace.draft.config import DraftConfig
+from headrace.errors import CorruptError, SpecMismatchError
 from headrace.evaluate.acceptance import Acceptance
 from headrace.evaluate.config import EvaluateConfig
 from headrace.evaluate.offline import Offline, Part, draft_name
 from headrace.evaluate.prompts import PromptSet, read_sets
 from headrace.files import read_json, write_json
 from headrace.target import Target
-from headrace.types import hash_json
+from headrace.types import CaptureSpec, hash_json
 
 Say = Callable[[str], None]
 FORMAT = "headrace-evaluation"
 # Settings that change where a number is written or measured, not the number itself.
-_NOT_MEASURED = {"drafts", "model", "prompts", "out", "limit", "offline", "server", "concurrency"}
+_NOT_MEASURED = {"drafts", "model", "revision", "prompts", "out", "limit", "offline", "server", "concurrency"}
 
 
 def evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
@@ -36,20 +39,17 @@ def evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     """
     start = time.perf_counter()
     sets = read_sets(config.prompts, config.limit)
-    target = Target.open(config.model)
-    dtype = getattr(torch, config.dtype)
-    drafts = {
-        draft_name(path, config.drafts): load_draft(path, target, dtype=dtype) for path in config.drafts
-    }
+    target = Target.open(config.model, config.revision)
+    drafts = [Candidate.read(path, draft_name(path, config.drafts), target) for path in config.drafts]
     if config.out is not None:
         (config.out / "parts").mkdir(parents=True, exist_ok=True)
     report = _header(config, target, sets)
     report["drafts"] = []
     bench = _Bench(config, target, say)
     parts: list[Part] = []
-    for (name, draft), path in zip(drafts.items(), config.drafts, strict=True):
-        parts = [bench.part(draft, name, prompt_set) for prompt_set in sets] if config.offline else []
-        report["drafts"].append(_draft_report(name, path, draft, parts, config))
+    for draft in drafts:
+        parts = [bench.part(draft, prompt_set) for prompt_set in sets] if config.offline else []
+        report["drafts"].append(_draft_report(draft, parts, config.steps))
     if config.server:
         from headrace.evaluate.served import measure_server
 
@@ -58,13 +58,34 @@ def evaluate(config: EvaluateConfig, say: Say) -> dict[str, Any]:
     report["output_ok"] = not any(p["different"] for p in parts_reports)
     report["prompts"] = sum(map(len, sets))
     report["answers"] = sum(p["answers"] for p in parts_reports)
-    report["acceptance_length"] = report["drafts"][0]["all"].get("acceptance_length") or report.get(
-        "served", {}
-    ).get("acceptance_length")
+    figures = report["drafts"][0]["all"] or report["served"]
+    report["acceptance_length"] = figures["acceptance_length"]
     report["seconds"] = round(time.perf_counter() - start, 3)
     if config.out is not None:
         write_json(config.out / "manifest.json", report)
     return report
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter to evaluate, known by its config alone; its weights are read when it is measured here."""
+
+    name: str
+    path: Path
+    config: DraftConfig
+    weights_hash: str
+
+    @classmethod
+    def read(cls, path: Path, name: str, target: Target) -> Candidate:
+        """Raises ConfigError for a folder that is no drafter, SpecMismatchError for a drafter of another target."""
+        document = read_config(path)
+        try:
+            spec = CaptureSpec.from_dict(document["spec"])
+        except (ValueError, TypeError) as exc:
+            raise SpecMismatchError(f"drafter {path}: {exc}; train or import it again") from exc
+        target.require(spec, f"drafter {path}")
+        config = build(DraftConfig, document["draft"], f"drafter {path}")
+        return cls(name, path, config, str(document["weights"]["hash"]))
 
 
 class _Bench:
@@ -76,27 +97,28 @@ class _Bench:
         self._say = say
         self._offline: Offline | None = None
 
-    def part(self, draft: Draft, name: str, prompt_set: PromptSet) -> Part:
+    def part(self, draft: Candidate, prompt_set: PromptSet) -> Part:
         file = self._file(draft, prompt_set)
         if file is not None and file.is_file():
-            self._say(f"{name}, {prompt_set.name}: measured before, see {file}")
+            self._say(f"{draft.name}, {prompt_set.name}: measured before, see {file}")
             return _read_part(file)
         if self._offline is None:
             self._say(f"loading {self._target.name}")
             self._offline = Offline(self._target, self._config)
-        draft.model.to(self._offline.device)
-        part = self._offline.measure(draft, prompt_set, lambda text: self._say(f"{name}, {text}"))
+        dtype = getattr(torch, self._config.dtype)
+        loaded = load_draft(draft.path, self._target, device=str(self._offline.device), dtype=dtype)
+        part = self._offline.measure(loaded, prompt_set, self._say, title=f"{draft.name}, {prompt_set.name}")
         if file is not None:
             write_json(file, dataclasses.asdict(part))
         return part
 
-    def _file(self, draft: Draft, prompt_set: PromptSet) -> Path | None:
+    def _file(self, draft: Candidate, prompt_set: PromptSet) -> Path | None:
         if self._config.out is None:
             return None
         settings = self._config.model_dump(mode="json", exclude=_NOT_MEASURED)
         identity = {
             "settings": settings,
-            "draft": [draft.weights_hash, draft.model.config.model_dump(mode="json")],
+            "draft": [draft.weights_hash, draft.config.model_dump(mode="json")],
             "prompts": prompt_set.sha,
             "target": [self._target.config_hash, self._target.weights_hash, self._target.template_hash],
             "version": [__version__, torch.__version__],
@@ -135,16 +157,13 @@ def _header(config: EvaluateConfig, target: Target, sets: list[PromptSet]) -> di
     }
 
 
-def _draft_report(
-    name: str, path: Path, draft: Draft, parts: list[Part], config: EvaluateConfig
-) -> dict[str, Any]:
-    steps = config.steps
+def _draft_report(draft: Candidate, parts: list[Part], steps: int) -> dict[str, Any]:
     out: dict[str, Any] = {
-        "name": name,
-        "path": str(path),
+        "name": draft.name,
+        "path": str(draft.path),
         "weights_hash": draft.weights_hash,
-        "taps": list(draft.model.config.taps),
-        "draft_vocab_size": draft.model.config.draft_vocab_size,
+        "taps": list(draft.config.taps),
+        "draft_vocab_size": draft.config.draft_vocab_size,
         "parts": [part.summary(steps) for part in parts],
         "all": {},
     }

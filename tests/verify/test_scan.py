@@ -41,14 +41,23 @@ def test_repeated_tokens_are_right(scan: Scan, ground: Ground) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "code"), [(float("nan"), "non-finite"), (float("inf"), "non-finite"), (0.0, "zero-rows")]
+    ("value", "word"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity")]
 )
-def test_broken_values(scan: Scan, ground: Ground, value: float, code: str) -> None:
+def test_values_that_are_no_numbers(scan: Scan, ground: Ground, value: float, word: str) -> None:
     row = ground.rows[0]
     states = ground.states[row.key].clone()
-    states[1, 4] = value
+    states[1, 4, 5] = value
     look(scan, row, states)
-    assert scan.broken == {row.key: code}
+    assert list(scan.broken) == [row.key] and word in scan.broken[row.key]
+
+
+def test_zeros_are_only_odd(scan: Scan, ground: Ground) -> None:
+    """A token whose embedding is zero has a zero boundary 0: the reference decides."""
+    row = ground.rows[0]
+    states = ground.states[row.key].clone()
+    states[1, 4] = 0
+    look(scan, row, states)
+    assert scan.broken == {} and "zeros" in scan.suspects()[row.key]
 
 
 def test_states_the_store_leaves_out_are_not_broken(scan: Scan, ground: Ground) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from .conftest import Check, codes, make_rows, write_rows
 
 from headrace.cli import main
 from headrace.engines.fake import fingerprint
@@ -19,6 +18,8 @@ from headrace.store import StoreWriter
 from headrace.target import Target
 from headrace.testing.planted import FILES, STATES, FilePlant, Ground, Plant, write_planted, write_store
 from headrace.types import Row
+
+from .conftest import Check, codes, make_rows, write_rows
 
 
 def pairs(ground: Ground) -> list[tuple[Row, torch.Tensor]]:
@@ -107,7 +108,9 @@ def test_budget_and_resumption_give_the_uninterrupted_report(
     assert runs > 2
     for key in ("captures", "planned", "of", "tokens", "failed", "rules_out_share"):
         assert part["sample"][key] == whole["sample"][key]
-    for now, then in zip(part["taps"], whole["taps"], strict=True):  # batches of other sizes: equal up to the noise
+    for now, then in zip(
+        part["taps"], whole["taps"], strict=True
+    ):  # batches of other sizes: equal up to the noise
         assert now["tap"] == then["tap"] and now["bad_tokens"] == then["bad_tokens"] == 0
         assert abs(now["max"] - then["max"]) < 0.03
     again = check(good_store, out=tmp_path / "parts", noise_captures=2)

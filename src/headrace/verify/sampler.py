@@ -18,9 +18,9 @@ from headrace.verify.reference import Reference
 from headrace.verify.session import Session
 
 JOURNAL_SECONDS = 5.0
-NOISE_TOKENS = 8192  # the noise sample's states are held in memory
+NOISE_TOKENS = 2048  # the noise sample's states are held in memory
 POOL_TOKENS = 20_000  # of captures re-extracted once more when an earlier run was interrupted
-MEANING_TOKENS = 4096  # tokens whose logits are computed; each costs a pass over the vocabulary
+MEANING_TOKENS = 2048  # tokens whose logits are computed; each costs a pass over the vocabulary
 
 
 class Sampler:

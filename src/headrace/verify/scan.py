@@ -6,6 +6,7 @@ the front of the sample, where the reference decides. Non-finite and all-zero st
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from headrace.store.arrays import bits_of, first_bad_row
 from headrace.target import Target
 from headrace.types import FINAL, Capture, CaptureSpec
 from headrace.verify.faults import Fault
@@ -20,6 +22,7 @@ from headrace.verify.journal import Journal
 from headrace.verify.measure import Noise, Tolerance, token_errors
 from headrace.verify.session import Session
 
+SOME = 64  # tokens of a capture that stand for all where that is enough
 RIVALS = 64  # random tokens that the true next token must beat
 PREFIXES = (0, 3, 15, 63)  # tokens at which captures with equal beginnings are compared
 MOST_PREFIXES = 50_000
@@ -37,7 +40,7 @@ class Scan:
     tokens: int = 0
     captures: int = 0
     broken: dict[str, str] = field(default_factory=dict)
-    """Captures with non-finite or zero states: key → fault code."""
+    """Captures with states that are no numbers: key → what they hold."""
     odd: dict[str, str] = field(default_factory=dict)
     """Captures that contradict themselves or another: key → reason."""
     _beaten: dict[str, float] = field(default_factory=dict)
@@ -48,15 +51,12 @@ class Scan:
         self.captures += 1
         self.tokens += len(capture.ids)
         there = torch.from_numpy(kept)
-        states = capture.states
-        if not bool(torch.isfinite(states).all(dim=-1)[there].all()):
-            self.broken[capture.key] = "non-finite"
-            return
-        if bool((states == 0).all(dim=-1)[there].any()):
-            self.broken[capture.key] = "zero-rows"
+        bad = self._values(capture, kept)
+        if bad is not None and bad != "only zeros":
+            self.broken[capture.key] = bad
             return
         final = there[self.spec.tap_index(FINAL)] if FINAL in self.spec.taps else None
-        reason = self._repeats(capture, there[0])
+        reason = "a state is all zeros" if bad else self._repeats(capture, there[0])
         if final is not None and bool(final.any()):
             reason = reason or self._norm(capture, final)
             self._likelihood(capture, final)
@@ -79,6 +79,17 @@ class Scan:
                     )
         return found
 
+    def _values(self, capture: Capture, kept: np.ndarray) -> str | None:
+        """What a state holds that is no state: NaN, an infinity, or only zeros (right where an embedding is zero)."""
+        found = None
+        for k in range(len(self.spec.taps)):
+            states = capture.states[k] if kept[k].all() else capture.states[k][torch.from_numpy(kept[k])]
+            bad = first_bad_row(bits_of(states), self.spec.dtype, np.ones(len(states), dtype=bool))
+            if bad is not None and bad[1] != "only zeros":
+                return bad[1]
+            found = found or (None if bad is None else bad[1])
+        return found
+
     def _repeats(self, capture: Capture, there: torch.Tensor) -> str:
         """Equal states at tokens with different ids: rows written twice."""
         tap = max(
@@ -98,11 +109,17 @@ class Scan:
         spec = self.spec
         if not spec.final_normed or spec.norm_kind == "layernorm":
             return ""
-        weight = self.target.final_norm(torch.ones(spec.hidden_size))
+        weight = self._norm_weight
         usable = weight.abs() > 0.05 * weight.abs().median()
-        unit = capture.states[spec.tap_index(FINAL)][there].float()[:, usable] / weight[usable]
+        states = capture.states[spec.tap_index(FINAL)][there]
+        unit = states[:: max(1, len(states) // SOME)].float()[:, usable] / weight[usable]
         square = float(unit.pow(2).mean(-1).median())
         return "" if 0.5 < square < 2.0 else f"the final state is not normed (mean square {square:.3g})"
+
+    @functools.cached_property
+    def _norm_weight(self) -> torch.Tensor:
+        """[hidden]: what the final norm multiplies by."""
+        return self.target.final_norm(torch.ones(self.spec.hidden_size))
 
     def _prefixes(self, capture: Capture) -> None:
         """Captures that begin with the same tokens must hold the same states there."""
@@ -112,6 +129,8 @@ class Scan:
             begin = xxhash.xxh3_128_digest(np.ascontiguousarray(capture.ids[: last + 1]).tobytes())
             states = capture.states[:, last].clone()
             key, other = self._seen.setdefault(begin, (capture.key, states))
+            if key == capture.key:
+                continue
             whole = torch.isfinite(states).all(dim=-1) & torch.isfinite(other).all(dim=-1)
             if not bool(whole.any()):
                 continue
@@ -127,14 +146,16 @@ class Scan:
         """In how many places the row's next token beats random tokens under ``lm_head``: low in captures of other rows."""
         if int(there[:-1].sum()) < 8:
             return
-        final = capture.states[self.spec.tap_index(FINAL)][:-1][there[:-1]]
+        every = np.flatnonzero(there[:-1].numpy())
+        places = torch.from_numpy(every[:: max(1, len(every) // SOME)])
+        final = capture.states[self.spec.tap_index(FINAL)][places]
         if not self.spec.final_normed:
             final = self.target.final_norm(final)
         head = self.target.head
         rng = np.random.default_rng(self.seed)
         rivals = torch.from_numpy(rng.integers(0, head.weight.shape[0], RIVALS))
         scores = head.logits(final, rivals)
-        next_ids = torch.from_numpy(capture.ids[1:].astype(np.int64))[there[:-1]]
+        next_ids = torch.from_numpy(capture.ids.astype(np.int64))[places + 1]
         own = (final.float() * head.weight[next_ids].float()).sum(-1) * head.scale
         if head.bias is not None:
             own = own + head.bias[next_ids].float()
@@ -173,16 +194,8 @@ def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list
 
 def _sure(broken: dict[str, str]) -> list[Fault]:
     """Faults that need no reference."""
-    what = {"non-finite": "NaN or infinity", "zero-rows": "states that are all zeros"}
-    faults = []
-    for code in sorted(set(broken.values())):
-        keys = [key for key, found in broken.items() if found == code]
-        faults.append(
-            Fault(
-                code,
-                f"{len(keys)} captures hold {what[code]}, {keys[0]} is the first",
-                len(keys),
-                tuple(keys[:5]),
-            )
-        )
-    return faults
+    if not broken:
+        return []
+    first, what = next(iter(broken.items()))
+    detail = f"{len(broken)} captures hold states that are no numbers; {first} holds {what}"
+    return [Fault("non-finite", detail, len(broken), tuple(broken)[:5])]

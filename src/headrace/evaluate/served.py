@@ -42,6 +42,20 @@ class Reply:
     """The request's own counts, where the server tells."""
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a server has counted since it started."""
+
+    acceptance: Acceptance
+    tokens: int | None = None
+    """Generated tokens of all clients; None where requests carry their own counts."""
+
+    def minus(self, earlier: Totals) -> Totals:
+        """What was counted since ``earlier``."""
+        tokens = None if self.tokens is None or earlier.tokens is None else self.tokens - earlier.tokens
+        return Totals(self.acceptance.minus(earlier.acceptance), tokens)
+
+
 class Server(ABC):
     """A serving engine as evaluation sees it."""
 
@@ -62,19 +76,22 @@ class Server(ABC):
         """Generate one answer."""
 
     @abstractmethod
-    async def totals(self) -> Acceptance:
+    async def totals(self) -> Totals:
         """Counts since the server started, where it keeps them; zero where requests carry their own."""
 
     def _sampling(self) -> dict[str, Any]:
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         response = await self.client.post(path, json=body)
         if response.status_code != 200:
             raise EngineError(
                 f"{self.name} answered {path} with HTTP {response.status_code}: {response.text[:300]}"
             )
-        return response.json()
+        value = response.json()
+        if not isinstance(value, dict) or "error" in value:
+            raise CaptureError(f"{self.name} answered {path} with {str(value)[:300]}")
+        return value
 
 
 class SglangServer(Server):
@@ -114,9 +131,11 @@ class SglangServer(Server):
             "sampling_params": {**self._sampling(), "max_new_tokens": self.config.max_new_tokens},
         }
         value = await self._post("/generate", body)
+        if "output_ids" not in value or "meta_info" not in value:
+            raise CaptureError(
+                "this SGLang release does not return output_ids and meta_info; use 0.5.11 or newer"
+            )
         meta = value["meta_info"]
-        if "output_ids" not in value:
-            raise CaptureError("this SGLang release does not return output_ids; use 0.5.10 or newer")
         verifications = int(meta.get("spec_verify_ct", 0))
         histogram = [int(n) for n in meta.get("spec_correct_drafts_histogram", ())]
         reached = tuple(sum(histogram[i:]) for i in range(1, self.config.steps + 1))
@@ -127,16 +146,18 @@ class SglangServer(Server):
             raise CaptureError(f"SGLang's counters of one request contradict each other: {meta}")
         return Reply([int(t) for t in value["output_ids"]], counts)
 
-    async def totals(self) -> Acceptance:
+    async def totals(self) -> Totals:
         """Nothing: requests carry their own."""
-        return Acceptance.count([], self.config.steps)
+        return Totals(Acceptance.count([], self.config.steps))
 
 
 class VllmServer(Server):
     """vLLM: counts are server totals, so nothing else may use the server meanwhile."""
 
     name = "vllm"
-    _LINE = re.compile(r"^vllm:(spec_decode_\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+    _LINE = re.compile(
+        r"^vllm:(spec_decode_\w+?|generation_tokens)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE
+    )
 
     @classmethod
     async def probe(cls, client: httpx.AsyncClient, config: EvaluateConfig) -> Server | None:
@@ -167,7 +188,7 @@ class VllmServer(Server):
             return await self._complete(prompt)
         before = await self.totals()
         reply = await self._complete(prompt)
-        reply.acceptance = (await self.totals()).minus(before)
+        reply.acceptance = (await self.totals()).minus(before).acceptance
         return reply
 
     async def _complete(self, prompt: list[int]) -> Reply:
@@ -183,11 +204,12 @@ class VllmServer(Server):
             raise CaptureError("this vLLM release does not return token_ids; use 0.10.2 or newer")
         return Reply([int(t) for t in choice["token_ids"]])
 
-    async def totals(self) -> Acceptance:
+    async def totals(self) -> Totals:
         """From ``/metrics``."""
         counters = self._counters((await self.client.get("/metrics")).text)
         reached = tuple(n for _, n in sorted(counters["spec_decode_num_accepted_tokens_per_pos"].items()))
-        return Acceptance(counters["spec_decode_num_drafts"][0], reached)
+        acceptance = Acceptance(counters["spec_decode_num_drafts"][0], reached)
+        return Totals(acceptance, counters["generation_tokens"][0])
 
     @classmethod
     def _counters(cls, text: str) -> dict[str, dict[int, int]]:
@@ -277,9 +299,15 @@ async def _measure_set(
 
     before = await server.totals()
     replies = await asyncio.gather(*(talk(conversation) for conversation in talks))
-    after = await server.totals()
+    counted = (await server.totals()).minus(before)
     own = [r.acceptance for rs in replies for r in rs if r.acceptance is not None]
-    acceptance = Acceptance.pooled(own) if own else after.minus(before)
+    ours = sum(len(r.tokens) for rs in replies for r in rs)
+    if counted.tokens not in (None, ours):
+        raise CaptureError(
+            f"{server.name} generated {counted.tokens} tokens while ours were {ours}: another client uses the server at "
+            f"{config.server}, and its counters are totals. Run again when it is idle"
+        )
+    acceptance = Acceptance.pooled(own) if own else counted.acceptance
     say(f"{prompt_set.name}: served acceptance length {acceptance.length:.3f}")
     report = {
         "set": prompt_set.name,

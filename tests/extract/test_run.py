@@ -113,6 +113,21 @@ def test_two_runs_give_the_same_captures(place: Place) -> None:
     assert place.compare() and compare_store(place.folder / "other", place.rows).equal
 
 
+def test_a_broken_shard_is_done_again(place: Place) -> None:
+    """ST-01: a full-size file with a changed middle, one cut short, one emptied: each is redone, nothing broken is trusted."""
+    place.run()
+    shards = sorted((place.out / "shards").glob("*.safetensors"))
+    assert len(shards) >= 4
+    whole = shards[0].read_bytes()
+    middle = len(whole) // 2
+    shards[0].write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    shards[1].write_bytes(shards[1].read_bytes()[:-1000])
+    shards[2].write_bytes(b"")
+    result = place.run()
+    assert 0 < result["stored"] < 300 and result["stored"] + result["skipped"] == 300
+    assert place.compare()
+
+
 def test_a_row_inserted_at_the_top_costs_one_capture(place: Place) -> None:
     """ST-14: extract 10 rows, insert one at the top, resume: 1 extracted, 10 reused, each with its own row."""
     ten, new = place.rows[:10], place.rows[10]

@@ -14,8 +14,14 @@ from headrace.extract.ledger import Selection
 from headrace.extract.plan import stored_ratio
 from headrace.store import Store
 from headrace.store.codecs import default_codec
+from headrace.store.dataset import Dataset, read_dataset
+from headrace.store.folder import DATASET, LocalFolder
+from headrace.store.repair import heal_store
 from headrace.target import Target
 from headrace.types import CaptureSpec, Row
+
+TRUST_BYTES = 2 << 30
+"""Payload of an existing store that is read before it is added to: all of a smaller one, a random sample of a larger one."""
 
 
 def check_rows(config: ExtractConfig, rows: RowFolder, spec: CaptureSpec) -> None:
@@ -40,13 +46,21 @@ def check_ids(row: Row, target: Target) -> None:
         )
 
 
-def check_spec(config: ExtractConfig, store: Store, spec: CaptureSpec) -> None:
-    """An existing store holds states of the same meaning."""
-    if lines := store.spec.differences(spec):
-        raise SpecMismatchError(
-            f"store {config.out} was begun with another spec: {'; '.join(lines)} (store != now). "
-            "Give the same model, taps and dtype, or another --out"
-        )
+def join_store(config: ExtractConfig, spec: CaptureSpec) -> Store | None:
+    """The store at ``--out`` if there is one that this run may add to, healed: what is broken in it is taken out.
+
+    Raises SpecMismatchError, before anything is touched, when it holds states of another meaning or in another form.
+    """
+    folder = LocalFolder(config.out)
+    if not (config.out / DATASET).exists() and not folder.shard_names():
+        return None
+    found = read_dataset(folder)
+    codec = config.codec or found.codec
+    found.require_same(
+        Dataset(spec=spec, codec=codec, final_positions=config.final_positions), f"store {config.out}"
+    )
+    heal_store(config.out, found, TRUST_BYTES)
+    return Store.open(config.out)
 
 
 def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> None:

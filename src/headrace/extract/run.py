@@ -92,9 +92,7 @@ class Extraction:
         """Everything, from the checks to the account."""
         checks.check_rows(self.config, self.rows, self.spec)
         self._take_folder()
-        store = Store.open(self.config.out) if (self.config.out / "dataset.json").exists() else None
-        if store is not None:
-            checks.check_spec(self.config, store, self.spec)
+        store = checks.join_store(self.config, self.spec)
         failures = FailureFile(self.files.failures)
         selection = self._select(store, failures)
         if not selection.todo:
@@ -178,6 +176,7 @@ class Extraction:
                 shard_seconds=60 * self.config.seal_minutes,
                 queue_bytes=min(256 << 20, 2 * int(self.config.shard_bytes)),
                 allow_zeros=True,
+                trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
             ),
         )
         self.stack.callback(lambda: None if pipeline.aborted else writer.close())

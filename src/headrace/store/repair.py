@@ -79,6 +79,26 @@ def repair_store(
     return report
 
 
+def heal_store(path: Path, dataset: Dataset, sample_bytes: int) -> RepairReport | None:
+    """Check the store before it is added to, and take out what is broken; None when nothing was.
+
+    Up to ``sample_bytes`` of payload are checked (all of a smaller store, a random sample of a larger one), the tables of
+    every shard always. What is dropped is no longer in the store, so an extraction captures it again.
+    """
+    checked = check_store(LocalFolder(path), sample_bytes=sample_bytes, keys=False)
+    broken = [problem for problem in checked.problems if problem.kind not in ("duplicate", "index")]
+    if not broken:
+        return None
+    for problem in broken:
+        log.warning("%s", problem.message)
+    report = RepairReport(checked)
+    mend(path, dataset, broken, report)
+    log.warning(
+        "%s: %d broken shards set aside; what they alone held is captured again", path, len(report.moved)
+    )
+    return report
+
+
 def mend(path: Path, dataset: Dataset, problems: Iterable[Problem], report: RepairReport) -> None:
     """Take the broken captures and shards out of the store, then whatever hung on them."""
     todo = list(problems)

@@ -23,7 +23,6 @@ from headrace.config import Section
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
 from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.store.build import Arena, Encoded, Parent, ShardBuilder, encode_capture, kept_positions
-from headrace.store.check import check_store
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
 from headrace.store.folder import (
@@ -38,7 +37,7 @@ from headrace.store.format import FinalPositions
 from headrace.store.index import KeySet
 from headrace.store.publish import write_index, write_shard
 from headrace.store.reader import Store, load_index
-from headrace.store.repair import STALE_SECONDS, RepairReport, mend
+from headrace.store.repair import STALE_SECONDS, heal_store
 from headrace.types import CaptureSpec, Row, row_key
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class StoreWriter:
         self._codec = open_codec(self.dataset.codec, spec.dtype)
         self._chunk_rows = chunk_rows(spec.hidden_size)
         self.removed = remove_leftovers(self.path, STALE_SECONDS)
-        self.repaired = self._drop_broken()
+        self.repaired = heal_store(self.path, self.dataset, self.options.trust_bytes)
         self._index = load_index(self._folder, self.dataset)
         self._check_taps()
         self._view = Store(self._folder, self.dataset, self._index, spec.taps)
@@ -144,23 +143,6 @@ class StoreWriter:
                 f"cannot write to {self.path / SHARDS}; make it writable or choose another folder"
             )
         return found
-
-    def _drop_broken(self) -> RepairReport | None:
-        """Check what is there, all of it or a sample, and take out what is broken; None when nothing was."""
-        checked = check_store(self._folder, sample_bytes=self.options.trust_bytes, keys=False)
-        broken = [problem for problem in checked.problems if problem.kind not in ("duplicate", "index")]
-        if not broken:
-            return None
-        for problem in broken:
-            log.warning("%s", problem.message)
-        report = RepairReport(checked)
-        mend(self.path, self.dataset, broken, report)
-        log.warning(
-            "%s: %d broken shards set aside; what they alone held is captured again",
-            self.path,
-            len(report.moved),
-        )
-        return report
 
     def _check_taps(self) -> None:
         mine = set(self.spec.taps)

@@ -32,7 +32,7 @@ from headrace.draft.metrics import Accuracy
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.objective import Objective
 from headrace.draft.options import TrainOptions
-from headrace.draft.setup import STARTS_MULTIPLE, draft_config, make_teacher, new_drafter, place_model
+from headrace.draft.setup import draft_config, make_teacher, new_drafter, place_model
 from headrace.draft.trainer import Machine, Trainer
 from headrace.draft.validate import Validation, validate
 from headrace.draft.vocab import count_tokens
@@ -255,15 +255,8 @@ class Bed:
         }
 
     def placing(self, machine: Machine, options: TrainOptions) -> Placing:
-        static = machine.compiled
-        rows, multiple = (options.tokens_per_pack, STARTS_MULTIPLE) if static else (0, 0)
-        return Placing(
-            machine.device,
-            machine.dtype,
-            rows=rows,
-            starts_multiple=multiple,
-            everywhere=options.loss.everywhere,
-        )
+        everywhere = options.loss.everywhere
+        return Placing(machine.device, machine.dtype, padded=machine.compiled, everywhere=everywhere)
 
     def validation(self, machine: Machine, options: TrainOptions) -> MemoryPacks:
         placing = self.placing(
@@ -319,6 +312,9 @@ def run(bench: common.Bench) -> None:
         import quality_quick
 
         quality_quick.settle(args)
+    if not args.data and not args.rows_cache:
+        print("quality needs --model, --data (or --rows-cache) and --prompts; nothing was measured")
+        return
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     )

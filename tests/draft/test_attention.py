@@ -34,12 +34,12 @@ def dense_states(pack: Pack, steps: int) -> torch.Tensor:
             q: torch.Tensor,
             k: torch.Tensor,
             v: torch.Tensor,
-            own: tuple[torch.Tensor, torch.Tensor] | None,
+            own: attention.Own | None,
         ) -> torch.Tensor:
             allowed, count = [self.prefix], len(q)
-            for j in range(0 if own is None else own[0].shape[1]):
+            for j in range(0 if own is None else int(own.filled.sum())):
                 assert own is not None
-                k, v = torch.cat([k, own[0][:, j]]), torch.cat([v, own[1][:, j]])
+                k, v = torch.cat([k, own.keys[:, j]]), torch.cat([v, own.values[:, j]])
                 allowed.append(torch.eye(count, dtype=torch.bool))
             groups = q.shape[1] // k.shape[1]
             scores = torch.einsum("mad,nad->amn", q, k.repeat_interleave(groups, 1)) * q.shape[-1] ** -0.5
@@ -119,7 +119,9 @@ def test_merge_and_its_gradient_equal_one_softmax() -> None:
     ) -> torch.Tensor:
         scores = scores_of(q, k)
         out = torch.einsum("man,nad->mad", scores.softmax(-1), v.repeat_interleave(2, 1))
-        return attention.merge(out, scores.logsumexp(-1), q, ok, ov)
+        return attention.merge(
+            out, scores.logsumexp(-1), q, attention.Own(ok, ov, torch.ones(3, dtype=torch.bool))
+        )
 
     def together(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ok: torch.Tensor, ov: torch.Tensor

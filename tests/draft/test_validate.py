@@ -104,7 +104,7 @@ def test_validation_pools_over_packs() -> None:
     results = []
     for budget, placing in (
         (14, Placing(torch.device("cpu"))),
-        (64, Placing(torch.device("cpu"), rows=64, starts_multiple=32)),
+        (64, Placing(torch.device("cpu"), padded=True)),
     ):
         packs = MemoryPacks(documents, placing, token_budget=budget, epochs=1)
         results.append(

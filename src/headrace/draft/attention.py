@@ -3,13 +3,13 @@
 Two exact paths, neither of which holds a T x T matrix: ``eager`` walks documents and blocks of queries (CPU, or anywhere),
 ``flex`` is flex_attention over the packed prefix with the own rows merged in by their log-sum-exp (CUDA).
 
-Shapes: T rows, M chains, A query heads, K key/value heads, D head_dim, J own steps (0 at step 0).
+Shapes: T rows, M chains, A query heads, K key/value heads, D head_dim, J places for own rows (one a later step).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +22,22 @@ QUERY_BLOCK = 512  # queries at a time in the eager path: bounds its scores at A
 FLEX_BLOCK = 128
 
 
+class Own(NamedTuple):
+    """The rows of steps 1.. of every chain. All J places are there from the first on, so that compiled code sees one shape."""
+
+    keys: Tensor
+    """[M, J, K, D]"""
+    values: Tensor
+    """[M, J, K, D]"""
+    filled: Tensor
+    """bool [J]: the steps that have been run; the other places are not looked at."""
+
+
 class Attend(Protocol):
     """Attention over one pack, made for its layout once and called at every step."""
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, own: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """queries [M, A, D]; keys and values of step 0 [T, K, D]; own: keys and values of steps 1.. [M, J, K, D] → [M, A, D]."""
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: Own | None) -> Tensor:
+        """queries [M, A, D]; keys and values of step 0 [T, K, D]; own: each chain's later rows → [M, A, D]."""
 
 
 def make_attend(kind: str, layout: Layout, compiled: Compiled | None = None) -> Attend:
@@ -47,9 +56,7 @@ class EagerAttend:
         self.spans = layout.spans
         self.starts = layout.starts
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, own: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: Own | None) -> Tensor:
         parts: list[Tensor] = []
         done = 0
         for row, row_end, first, after in self.spans:
@@ -57,7 +64,7 @@ class EagerAttend:
                 end = min(begin + QUERY_BLOCK, after)
                 rows = self.starts[begin:end]
                 reach = int(rows[-1]) + 1
-                mine = None if own is None else (own[0][begin:end], own[1][begin:end])
+                mine = None if own is None else Own(own.keys[begin:end], own.values[begin:end], own.filled)
                 late = torch.arange(row, reach, device=rows.device) > rows[:, None]
                 block = (queries[begin:end], keys[row:reach], values[row:reach], late, mine)
                 # A long document would keep A x M x length scores for the backward pass; it recomputes them instead.
@@ -71,9 +78,7 @@ class EagerAttend:
         return torch.cat(parts) if parts else queries
 
 
-def _attend_block(
-    queries: Tensor, keys: Tensor, values: Tensor, late: Tensor, own: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, late: Tensor, own: Own | None) -> Tensor:
     """queries [M, A, D] over keys [L, K, D], ``late`` bool [M, L] for those not to see, own [M, J, K, D] → [M, A, D]."""
     count, heads, dim = queries.shape
     length, kv_heads = keys.shape[:2]
@@ -86,8 +91,8 @@ def _attend_block(
         if own is None:
             out = torch.matmul(scores.softmax(-1).flatten(1, 2), v).view(q.shape)
         else:
-            own_k, own_v = (t.to(exact).permute(2, 0, 1, 3) for t in own)  # [K, M, J, D]
-            own_scores = torch.einsum("kgmd,kmjd->kgmj", q, own_k)
+            own_k, own_v = (t.to(exact).permute(2, 0, 1, 3) for t in (own.keys, own.values))  # [K, M, J, D]
+            own_scores = torch.einsum("kgmd,kmjd->kgmj", q, own_k).masked_fill(~own.filled, float("-inf"))
             weights = torch.cat([scores, own_scores], dim=-1).softmax(-1)
             out = torch.matmul(weights[..., :length].flatten(1, 2), v).view(q.shape)
             out = out + torch.einsum("kgmj,kmjd->kgmd", weights[..., length:], own_v)
@@ -116,9 +121,7 @@ class FlexAttend:
         self.compiled = compiled
         self.mask = block_mask(layout)
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, own: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: Own | None) -> Tensor:
         from torch.nn.attention.flex_attention import AuxRequest
 
         q, k, v = (t.transpose(0, 1)[None].contiguous() for t in (queries, keys, values))
@@ -131,23 +134,24 @@ class FlexAttend:
             return_aux=AuxRequest(lse=True),
         )
         out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
-        return out if own is None else self.compiled.merge(out, lse, queries, *own)
+        return out if own is None else self.compiled.merge(out, lse, queries, own)
 
 
-def merge(out: Tensor, lse: Tensor, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+def merge(out: Tensor, lse: Tensor, queries: Tensor, own: Own) -> Tensor:
     """Join own rows to a finished attention.
 
-    out [M, A, D] and lse [M, A] (natural log) of the prefix, queries [M, A, D], own [M, J, K, D] → [M, A, D].
+    out [M, A, D] and lse [M, A] (natural log) of the prefix, queries [M, A, D] → [M, A, D].
     """
     count, heads, dim = queries.shape
-    kv_heads = own_keys.shape[2]
+    kv_heads = own.keys.shape[2]
     exact = torch.promote_types(queries.dtype, torch.float32)
-    q = queries.to(exact).view(count, 1, kv_heads, -1, dim)
-    scores = (q * own_keys.to(exact)[:, :, :, None]).sum(-1) * dim**-0.5  # [M, J, K, G]
-    everything = torch.cat([lse.to(exact).view(count, 1, kv_heads, -1), scores], dim=1)
+    q = queries.to(exact).view(count, 1, kv_heads, heads // kv_heads, dim)
+    scores = (q * own.keys.to(exact)[:, :, :, None]).sum(-1) * dim**-0.5  # [M, J, K, G]
+    scores = scores.masked_fill(~own.filled[:, None, None], float("-inf"))
+    everything = torch.cat([lse.to(exact).view(count, 1, kv_heads, heads // kv_heads), scores], dim=1)
     weights = everything.softmax(1)[..., None]  # [M, 1 + J, K, G, 1]
-    prefix = out.to(exact).view(count, kv_heads, -1, dim) * weights[:, 0]
-    mixed = prefix + (own_values.to(exact)[:, :, :, None] * weights[:, 1:]).sum(1)
+    prefix = out.to(exact).reshape(count, kv_heads, heads // kv_heads, dim) * weights[:, 0]
+    mixed = prefix + (own.values.to(exact)[:, :, :, None] * weights[:, 1:]).sum(1)
     return mixed.reshape(count, heads, dim).to(queries.dtype)
 
 

@@ -6,6 +6,7 @@ order of both is a function of seed, epoch, keys and lengths alone, so a place i
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 OPEN_PACKS = (
     32  # packs that a document may still join: fills them to about 99 % and leaves the shuffle a shuffle
 )
+STARTS_UNIT = 256  # starts are padded to a multiple of this
 AHEAD = 2  # packs that are on the device before they are asked for
 
 T = TypeVar("T")
@@ -40,14 +42,29 @@ class Placing:
     device: torch.device
     dtype: torch.dtype = torch.float32
     """dtype of the states on the device."""
+    padded: bool = False
+    """Pad packs to the token budget and to one number of starts, so that compiled code sees one shape."""
     rows: int = 0
-    """Pad packs to this many rows, so that compiled code sees one shape; 0: no padding."""
+    """Rows to pad to; set by the source of packs."""
     starts_multiple: int = 0
-    """Pad starts to a multiple of this; 0: no padding."""
+    """Pad starts to a multiple of this; set by the source of packs."""
     everywhere: bool = False
     """Train on all rows, not only on the target's own tokens."""
     final_norm: Norm | None = None
     """Applied to the final state of stores that keep it before the target's final norm."""
+
+    def sized(
+        self, budget: int, supervised: np.ndarray, lengths: np.ndarray, plan: Sequence[Sequence[int]]
+    ) -> Placing:
+        """This, with the sizes to pad to: ``budget`` rows, and the most starts that a pack of ``plan`` (an epoch) can have.
+
+        Another epoch may mix a pack with a few more; a little room is left, and beyond it a second size is used.
+        """
+        if not self.padded:
+            return self
+        most = max(int((lengths if self.everywhere else supervised)[list(rows)].sum()) for rows in plan)
+        starts = min(budget, -int(-most * 1.02 // STARTS_UNIT) * STARTS_UNIT)
+        return dataclasses.replace(self, rows=budget, starts_multiple=starts)
 
     def pack(self, ids: Tensor, mask: np.ndarray, states: Tensor, lengths: Sequence[int]) -> Pack:
         """ids int64 [T], mask [T], states [n + 1, T, H] (boundaries in the drafter's order, then final) → Pack."""
@@ -58,8 +75,8 @@ class Placing:
             rows=self.rows,
             starts_multiple=self.starts_multiple,
         )
-        states = states.to(self.device, non_blocking=True)
-        ids = ids.to(self.device, non_blocking=True)
+        states = self._pinned(states).to(self.device, non_blocking=True)
+        ids = self._pinned(ids).to(self.device, non_blocking=True)
         final = states[-1] if self.final_norm is None else self.final_norm(states[-1])
         taps = states[:-1].transpose(0, 1).flatten(1)
         missing = layout.tokens - len(mask)
@@ -67,6 +84,10 @@ class Placing:
             ids = torch.nn.functional.pad(ids, (0, missing))
             taps, final = (torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (taps, final))
         return Pack(ids, taps.to(self.dtype), final.to(self.dtype), layout.to(self.device))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """``tensor`` where a copy to the device does not have to wait for it."""
+        return tensor.pin_memory() if self.device.type == "cuda" and not tensor.is_cuda else tensor
 
 
 class Packs(Protocol):
@@ -111,7 +132,11 @@ class StorePacks:
                 f"{store.name} keeps the final state of supervised tokens only, so training everywhere has no targets; extract with final_positions = all"
             )
         self.loader = PackedLoader(store, keys, taps=(*taps, FINAL), **loader)
-        self.placing = placing
+        supervised = (
+            np.array([store.entry(key).supervised for key in keys]) if placing.padded else np.zeros(0)
+        )
+        plan = [rows.tolist() for rows in self.loader.plan(0)]
+        self.placing = placing.sized(loader["token_budget"], supervised, store.lengths_of(keys), plan)
         self._place = self.loader.state_dict()
 
     def __iter__(self) -> Iterator[Pack]:
@@ -165,9 +190,13 @@ class MemoryPacks:
         seed: int = 0,
         epochs: int | None = None,
     ) -> None:
-        self.documents, self.placing = documents, placing
+        self.documents = documents
         self.budget, self.seed, self.epochs = token_budget, seed, epochs
         self.lengths = np.array([len(d.ids) for d in documents])
+        supervised = np.array([int(d.mask.sum()) for d in documents])
+        self.placing = placing.sized(
+            token_budget, supervised, self.lengths, plan_epoch(self.lengths, token_budget, seed, 0)
+        )
         self._order = hash_json([token_budget, seed, self.lengths.tolist()])
         self._epoch, self._next = 0, 0
         self._place = self._here(0, 0)

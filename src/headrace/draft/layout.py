@@ -52,12 +52,15 @@ class Layout:
         return self.chain_rows(0)
 
     def to(self, device: torch.device | str) -> Layout:
-        """The same on ``device``; copies are asynchronous when the source is pinned."""
-        move = {
-            n: getattr(self, n).to(device, non_blocking=True)
-            for n in ("document", "positions", "next_rows", "starts", "room")
-        }
-        return Layout(**move, spans=self.spans)
+        """The same on ``device``. To CUDA everything goes as one pinned copy: a copy from pageable memory would wait for all
+        work that is queued there, once a tensor."""
+        if torch.device(device).type == self.document.device.type:
+            return self
+        parts = [self.document, self.positions, self.next_rows, self.starts, self.room]
+        flat = torch.cat(parts).pin_memory() if torch.device(device).type == "cuda" else torch.cat(parts)
+        moved = flat.to(device, non_blocking=True).split([len(part) for part in parts])
+        document, positions, next_rows, starts, room = moved
+        return Layout(document, positions, next_rows, starts, room, self.spans)
 
 
 def make_layout(

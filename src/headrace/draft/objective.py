@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.draft.losses import LossKind, loss_and_gradient
-from headrace.draft.teacher import Teacher, matmul32
+from headrace.draft.teacher import Labels, Teacher, matmul32
 
 COUNTERS = ("counted", "covered", "hit", "reached", "reached_covered", "accepted")
 """Rows of a count table [6, S]: chains whose step s counts; those with the label in the draft vocabulary; those where the
@@ -53,6 +53,7 @@ class Objective:
         compiled: bool = False,
     ) -> None:
         self.teacher, self.kind, self.step_weights, self.chunk = teacher, kind, step_weights, chunk
+        self._weights = torch.tensor(step_weights, dtype=torch.float64)
         self._judge: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
             torch.compile(_judge, dynamic=False) if compiled else _judge
         )
@@ -64,18 +65,20 @@ class Objective:
         return Outcome(loss, sums, counts)
 
     def run(
-        self, states: Tensor, lm_head: Tensor, final: Tensor, room: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Loss, sums, counts, gradient on states, gradient on lm_head (None when it is frozen)."""
+        self, states: Tensor, lm_head: Tensor, final: Tensor, room: Tensor, wanted: tuple[bool, bool]
+    ) -> _Run:
+        """Judge every label; ``wanted`` says which gradients to make: on the states, on lm_head."""
         steps, starts, _ = states.shape
         counted = _counted(room, steps)
-        weights = torch.tensor(self.step_weights[:steps], dtype=torch.float64, device=states.device)
-        scale = (weights / counted.sum(1).clamp(min=1)).to(torch.promote_types(states.dtype, torch.float32))
+        exact = torch.promote_types(states.dtype, torch.float32)
+        if self._weights.device != states.device:  # once: a copy to the GPU waits for everything before it
+            self._weights = self._weights.to(states.device)
+        scale = (self._weights[:steps] / counted.sum(1).clamp(min=1)).to(exact)
         lead = steps - 1  # room in front, so that every chunk of every step has the same shape
         padded = F.pad(states, (0, 0, lead, 0))
-        gradient = torch.zeros_like(padded)
-        head_gradient = torch.zeros_like(lm_head, dtype=scale.dtype) if lm_head.requires_grad else None
-        sums = torch.zeros(steps, dtype=scale.dtype, device=states.device)
+        gradient = torch.zeros_like(padded) if wanted[0] else None
+        head_gradient = torch.zeros_like(lm_head, dtype=exact) if wanted[1] else None
+        sums = torch.zeros(steps, dtype=exact, device=states.device)
         hits, covered = torch.zeros_like(counted), torch.zeros_like(counted)
         for begin in range(0, starts, self.chunk):
             end = min(begin + self.chunk, starts)
@@ -83,26 +86,48 @@ class Objective:
             moved = torch.stack([padded[s, begin - s + lead : end - s + lead] for s in range(steps)])
             logits = matmul32(moved.flatten(0, 1), lm_head).view(steps, end - begin, -1)
             used = counted[:, begin:end] & (labels.best >= 0)
-            losses, slope, best = self._judge(self.kind, logits, labels, used, scale)
+            losses, best, slope = self._judge(
+                self.kind, logits, labels, used, scale, lm_head.dtype if any(wanted) else None
+            )
             sums += losses.sum(1)
             hits[:, begin:end] = best == labels.best
             covered[:, begin:end] = used
-            slope = slope.to(lm_head.dtype)
-            for s, back in enumerate((slope.flatten(0, 1) @ lm_head).view(moved.shape)):
-                gradient[s, begin - s + lead : end - s + lead] = back.to(gradient.dtype)
+            if gradient is not None:
+                for s, back in enumerate((slope.flatten(0, 1) @ lm_head).view(moved.shape)):
+                    gradient[s, begin - s + lead : end - s + lead] = back.to(gradient.dtype)
             if head_gradient is not None:
                 head_gradient += slope.flatten(0, 1).T @ moved.flatten(0, 1).to(slope.dtype)
         counts = _count(counted, covered, hits)
-        return (sums * scale).sum(), sums, counts, gradient[:, lead:], head_gradient
+        return _Run(
+            (sums * scale).sum(),
+            sums,
+            counts,
+            None if gradient is None else gradient[:, lead:],
+            head_gradient,
+        )
+
+
+class _Run(NamedTuple):
+    loss: Tensor
+    sums: Tensor
+    counts: Tensor
+    gradient: Tensor | None
+    head_gradient: Tensor | None
 
 
 def _judge(
-    kind: LossKind, logits: Tensor, labels: Any, used: Tensor, scale: Tensor
+    kind: LossKind, logits: Tensor, labels: Labels, used: Tensor, scale: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [S, C, V], used bool [S, C], scale [S] → losses [S, C] unscaled, gradient [S, C, V] scaled, best ids [S, C]."""
+    """logits [S, C, V], used bool [S, C], scale [S] → losses [S, C] unscaled, best ids [S, C], gradient [S, C, V] scaled.
+
+    The gradient is made in ``dtype``, or not at all when that is None.
+    """
     losses, slope = loss_and_gradient(kind, logits, labels.log_probs, labels.mass, labels.top)
+    best = logits.argmax(-1)
+    if dtype is None:
+        return losses * used, best, losses
     weight = used * scale[:, None]
-    return losses * used, slope * weight[..., None], logits.argmax(-1)
+    return losses * used, best, (slope * weight[..., None]).to(dtype)
 
 
 def _counted(room: Tensor, steps: int) -> Tensor:
@@ -131,13 +156,13 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, lm_head: Tensor, final: Tensor, room: Tensor, objective: Objective
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss, sums, counts, gradient, head_gradient = objective.run(states, lm_head, final, room)
-        ctx.mark_non_differentiable(sums, counts)
-        ctx.save_for_backward(gradient, head_gradient)
-        return loss, sums, counts
+        done = objective.run(states, lm_head, final, room, ctx.needs_input_grad[:2])
+        ctx.mark_non_differentiable(done.sums, done.counts)
+        ctx.save_for_backward(done.gradient, done.head_gradient)
+        return done.loss, done.sums, done.counts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, head_gradient = ctx.saved_tensors
         scaled = None if head_gradient is None else head_gradient * grads[0]
-        return gradient * grads[0], scaled, None, None, None
+        return None if gradient is None else gradient * grads[0], scaled, None, None, None

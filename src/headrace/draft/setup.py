@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from headrace.data.rows import RowFolder
     from headrace.store import Store
 
-STARTS_MULTIPLE = 512  # chains are padded to a multiple of this where code is compiled for static shapes
-
 
 @dataclass(frozen=True)
 class Data:
@@ -186,12 +184,10 @@ def train_packs(
     """Shuffled packs without end, padded to one shape where code is compiled."""
     from headrace.store import Placement
 
-    padded = machine.compiled
     placing = Placing(
         machine.device,
         machine.dtype,
-        rows=config.tokens_per_pack if padded else 0,
-        starts_multiple=STARTS_MULTIPLE if padded else 0,
+        padded=machine.compiled,
         everywhere=config.loss.everywhere,
         final_norm=None if data.store.spec.final_normed else target.final_norm,
     )
@@ -216,8 +212,7 @@ def validation_packs(
     placing = Placing(
         machine.device,
         machine.dtype,
-        rows=config.tokens_per_pack if machine.compiled else 0,
-        starts_multiple=STARTS_MULTIPLE if machine.compiled else 0,
+        padded=machine.compiled,
         final_norm=None if data.store.spec.final_normed else target.final_norm,
     )
     loader = {

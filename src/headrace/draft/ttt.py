@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.draft.attention import Attend, Compiled, make_attend
+from headrace.draft.attention import Attend, Compiled, Own, make_attend
 from headrace.draft.layout import Layout
 from headrace.draft.model import DraftLayer, Eagle3Draft
 
@@ -71,18 +71,36 @@ class Unroll:
         )
         out, normed = self._leave(model, attend(queries, keys, values, None), residual)
         outs = [normed]
-        own: list[tuple[Tensor, Tensor]] = []
+        own = _Growing(steps - 1, layout.starts.device)
         positions = layout.positions[layout.starts]
         for step in range(1, steps):
             tokens = pack.ids[layout.chain_rows(step)] if choose is None else choose(normed)
             embeds = model.embed_tokens(tokens)
             state = normed if model.config.normed_feedback else out
             queries, key, value, residual = self._next(model, embeds, state, positions + step)
-            own.append((key, value))
-            mine = (torch.stack([k for k, _ in own], 1), torch.stack([v for _, v in own], 1))
-            out, normed = self._leave(model, attend(queries, keys, values, mine), residual)
+            out, normed = self._leave(model, attend(queries, keys, values, own.add(key, value)), residual)
             outs.append(normed)
         return torch.stack(outs)
+
+
+class _Growing:
+    """The own rows of all chains, step by step."""
+
+    def __init__(self, places: int, device: torch.device) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.places = torch.arange(places, device=device)
+
+    def add(self, key: Tensor, value: Tensor) -> Own:
+        """Take one step's key and value [M, K, D]."""
+        self.keys.append(key)
+        self.values.append(value)
+        empty = [torch.zeros_like(key)] * (len(self.places) - len(self.keys))
+        return Own(
+            torch.stack([*self.keys, *empty], 1),
+            torch.stack([*self.values, *empty], 1),
+            self.places < len(self.keys),
+        )
 
 
 def _first(

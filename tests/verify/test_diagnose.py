@@ -53,7 +53,7 @@ def named(
         for row in wrong[:most]
         for f in diagnoser.diagnose(row, states[row.key], everywhere(states[row.key]))
     ]
-    return faults_of(findings, ground.spec, len(wrong), len(ground.rows))
+    return faults_of(findings, ground.spec, f"{len(wrong)} of {len(ground.rows)}")
 
 
 @pytest.mark.parametrize("plant", STATES, ids=lambda plant: plant.name)

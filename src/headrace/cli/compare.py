@@ -11,9 +11,10 @@ __all__ = ["Config", "run"]
 
 def run(config: Config, output: Output) -> None:
     """Compare and print. Raises StoreError (exit code 1) when a tap is beyond ``--tolerance``."""
+    from headrace.cli.progress import progress
     from headrace.verify.compare import compare
 
-    report = compare(config, output.say)
+    report = compare(config, output.say, progress)
     output.set(**report)
     columns = ["tap", "median error", "99 %", "max error", "min cosine"]
     body = [

@@ -11,10 +11,11 @@ __all__ = ["Config", "run"]
 
 def run(config: Config, output: Output) -> None:
     """Verify and print the report. Raises StoreError (exit code 1) when the store is rejected."""
+    from headrace.cli.progress import progress
     from headrace.verify.report import print_report
     from headrace.verify.run import verify
 
-    report = verify(config, output.say)
+    report = verify(config, output.say, progress)
     output.set(**report)
     print_report(report, output)
     if not report["verify_ok"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from headrace.target import Target
 from headrace.types import FINAL, Tap
 from headrace.verify.config import CompareConfig
 from headrace.verify.measure import token_errors
+from headrace.verify.session import Say, Watch, lines
 
-Say = Callable[[str], None]
 # Fields of two specs that may differ: taps are intersected, the final state is brought to one norm, and how the target was
 # reached changes no number.
 _MAY_DIFFER = ("taps", "final_normed", "dtype", "revision")
@@ -42,20 +43,20 @@ class Difference:
         return float(self.median.max())
 
 
-def compare(config: CompareConfig, say: Say | None = None) -> dict[str, Any]:
+def compare(config: CompareConfig, say: Say | None = None, watch: Watch | None = None) -> dict[str, Any]:
     """Compare two stores; returns the report and writes it, with a plot, when ``out`` is given.
 
     Raises InputError when they share no capture, SpecMismatchError when they are of different targets.
     """
-    return Comparison(config, say or (lambda _text: None)).run()
+    return Comparison(config, watch or functools.partial(lines, say or (lambda _text: None))).run()
 
 
 class Comparison:
     """One run of :func:`compare`."""
 
-    def __init__(self, config: CompareConfig, say: Say) -> None:
+    def __init__(self, config: CompareConfig, watch: Watch) -> None:
         self.config = config
-        self.say = say
+        self.watch = watch
         self.a, self.b = Store.open(config.store_a), Store.open(config.store_b)
         self.taps = self._common_taps()
         self.norm = self._norm()
@@ -66,12 +67,10 @@ class Comparison:
         start = time.monotonic()
         keys = self._keys()
         found: list[Difference] = []
-        last = start
-        for number, key in enumerate(keys):
-            found.append(self._compare(key))
-            if time.monotonic() - last > 5:
-                last = time.monotonic()
-                self.say(f"compared {number + 1:,} of {len(keys):,} captures")
+        with self.watch("comparing", bytes_unit=False) as update:
+            for key in keys:
+                found.append(self._compare(key))
+                update(len(found), len(keys))
         report = self._report(found, time.monotonic() - start)
         if self.config.out is not None:
             self._write(report, self.config.out)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
+
+StorePath = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
+"""A folder or a URL; a Path is taken too."""
 
 
 class VerifyConfig(Section):
     """Prove a store: every checksum and count, ids against the rows, a random sample re-extracted, and its meaning."""
 
-    store: CliPositionalArg[Path]
-    """The store to prove."""
+    store: CliPositionalArg[StorePath]
+    """The store to prove: a folder, or a URL such as s3://bucket/run."""
     rows: Path | None = None
     """The rows it was extracted from; without them ids are only checked against each capture's own key."""
     model: str
@@ -23,7 +26,7 @@ class VerifyConfig(Section):
     revision: str = ""
     """Hub revision of the target."""
     out: Path | None = None
-    """Where the journal and report go; STORE.verify when not given. A second run goes on from there."""
+    """Where the journal and report go; STORE.verify when not given (of a URL, its last part, here). A second run goes on from there."""
     engine: str = "hf"
     """Reference engine the sample is re-extracted with."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
@@ -51,9 +54,9 @@ class VerifyConfig(Section):
 class CompareConfig(Section):
     """Error a tap between two stores of the same rows, made by two engines or settings."""
 
-    store_a: CliPositionalArg[Path]
-    """The first store."""
-    store_b: CliPositionalArg[Path]
+    store_a: CliPositionalArg[StorePath]
+    """The first store: a folder or URL."""
+    store_b: CliPositionalArg[StorePath]
     """The second store: errors are relative to its states."""
     model: str = ""
     """Target model; needed only when one store's final state is normed and the other's is not."""

@@ -21,6 +21,13 @@ from headrace.verify.measure import Tolerance, bad_tokens, token_errors
 from headrace.verify.problem import BETTER, Finding, Problem, explains, fit, tap_names
 from headrace.verify.reference import Reference
 
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # in a config: experts are routed to
+
 
 class Diagnoser:
     """Explains captures with the help of a reference that can compute every boundary."""
@@ -55,6 +62,8 @@ class Diagnoser:
         values = stored.float()
         problem = Problem(row, values, claimed, bad, spec.taps)
         findings = texture.broken_values(problem)
+        if any(name in self.reference.target.config for name in _EXPERTS):
+            bad &= ~texture.routing_flips(problem)
         if not bad.any():
             return findings
         if (whole := self._layout(problem, stored)) is not None:

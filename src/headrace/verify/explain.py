@@ -12,11 +12,8 @@ from headrace.verify.problem import Finding, tap_names
 EXAMPLES = 5
 
 
-def faults_of(findings: Sequence[Finding], spec: CaptureSpec, failed: int, sampled: int) -> list[Fault]:
-    """Name the faults behind ``findings``, most frequent first.
-
-    ``failed`` of ``sampled`` re-extracted captures were beyond the tolerance; not all of those need have been diagnosed.
-    """
+def faults_of(findings: Sequence[Finding], spec: CaptureSpec, scope: str) -> list[Fault]:
+    """Name the faults behind ``findings``, most frequent first; ``scope`` ends each sentence: of how many captures this is."""
     by_key: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         by_key[finding.key].append(finding)
@@ -28,7 +25,6 @@ def faults_of(findings: Sequence[Finding], spec: CaptureSpec, failed: int, sampl
                 groups["captures-swapped", ""].append(finding)
             else:
                 groups[finding.code, _pattern(finding)].append(finding)
-    scope = f"{failed} of {sampled} re-extracted captures are wrong, {len(by_key)} were diagnosed"
     faults = [_fault(code, found, scope) for (code, _), found in groups.items()]
     return sorted(faults, key=lambda fault: -fault.captures)
 

@@ -45,12 +45,11 @@ class Sampler:
         todo = [key for key in planned if key not in self.journal.records]
         if self.journal.noise is None and todo:
             todo = self._measure_noise(todo)
-        start, done, total = time.monotonic(), 0, len(todo)
         try:
-            for capture in self.reference.captures(self._rows(todo)):
-                self._judge(capture)
-                done += 1
-                self.session.progress("re-extracting", done, total, self.session.clock.spent, start)
+            with self.session.watch("re-extracting", bytes_unit=False) as update:
+                for done, capture in enumerate(self.reference.captures(self._rows(todo)), 1):
+                    self._judge(capture)
+                    update(done, len(todo))
         finally:
             self._write()
 
@@ -121,10 +120,8 @@ class Sampler:
         except CorruptError as exc:
             self._damage(reference.key, exc)
             return
-        if (
-            stored.states.shape != reference.states.shape
-        ):  # the ids differ, which the structure's check has named
-            return
+        if stored.states.shape != reference.states.shape:
+            return  # the ids differ, which the structure's check has named
         errors, kept = token_errors(stored.states, reference.states), self.session.kept(reference.key)
         taps = {
             str(tap): TapError.summarize(

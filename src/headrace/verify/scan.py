@@ -1,13 +1,12 @@
 """One reading of every state without running the target: what is surely broken, and what looks odd enough to be re-extracted first.
 
 A sample finds faults that are common; this finds rare ones. Nothing is rejected here on suspicion: a suspect is only moved to
-the front of the sample, where the reference decides. Non-finite and all-zero states need no reference.
+the front of the sample, where the reference decides. Only NaN and infinity need none.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -178,17 +177,18 @@ def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list
         scan = Scan(session.target, session.spec, tolerance, session.config.seed)
         scanned: list[str] = list(journal.state["scanned"])
         shards = {name: keys for name, keys in session.shards().items() if name not in scanned}
-        total, start = sum(map(len, shards.values())), time.monotonic()
-        for name in np.random.default_rng(session.config.seed).permutation(sorted(shards)).tolist():
-            if session.clock.half_over:
-                break
-            for key in shards[name]:
-                scan.look(session.stored(key), session.kept(key))
-                session.progress("reading", scan.captures, total, scan.tokens, start)
-            scanned.append(name)
-        suspects.update(scan.suspects())
-        broken.update(scan.broken)
-        journal.save(scanned=scanned, suspects=suspects, broken=broken)
+        total = sum(map(len, shards.values()))
+        with session.watch("reading", bytes_unit=False) as update:
+            for name in np.random.default_rng(session.config.seed).permutation(sorted(shards)).tolist():
+                if session.clock.half_over:
+                    break
+                for key in shards[name]:
+                    scan.look(session.stored(key), session.kept(key))
+                    update(scan.captures, total)
+                scanned.append(name)
+                suspects.update(scan.suspects())
+                broken.update(scan.broken)
+                journal.save(scanned=scanned, suspects=suspects, broken=broken)
     return suspects, _sure(broken)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +17,8 @@ from headrace.types import FINAL, Capture, CaptureSpec, Row
 from headrace.verify.config import VerifyConfig
 
 Say = Callable[[str], None]
+Watch = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
+"""``watch(what, bytes_unit=...)`` shows progress: inside the block, call what it gives with (done, total)."""
 NEIGHBOURS = 8  # captures on either side
 EVERY = 5.0  # seconds between progress lines
 
@@ -52,13 +56,13 @@ class Session:
 
     config: VerifyConfig
     say: Say
+    watch: Watch
     store: Store
     target: Target
     rows: RowFolder | None
     clock: Clock
     unreadable: set[str] = field(default_factory=set)
     """Captures whose bytes are damaged: they are faults already and cannot be compared."""
-    _last: float = field(default_factory=time.monotonic)
     _mates: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -102,25 +106,22 @@ class Session:
         near = mates[max(0, place - NEIGHBOURS) : place] + mates[place + 1 : place + 1 + NEIGHBOURS]
         return [self.row(other) for other in near]
 
-    def progress_bytes(self, what: str, done: int, total: int, since: float) -> None:
-        """The same for files."""
-        now = time.monotonic()
-        if now - self._last < EVERY:
-            return
-        self._last = now
-        rate = done / max(1e-3, now - since)
-        self.say(
-            f"{what}: {done / 1e9:,.1f} of {total / 1e9:,.1f} GB, {rate / 1e9:.2f} GB/s, {(total - done) / max(1.0, rate):,.0f} s left"
-        )
 
-    def progress(self, what: str, done: int, total: int, tokens: int, since: float) -> None:
-        """One line at most every few seconds: how far, how fast, how long still."""
+@contextlib.contextmanager
+def lines(say: Say, what: str, *, bytes_unit: bool) -> Iterator[Callable[[int, int], None]]:
+    """The plain watch: a line every few seconds."""
+    began = last = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self._last < EVERY or done >= total:
+        if now - last < EVERY or not done:
             return
-        self._last = now
-        seconds = max(1e-3, now - since)
-        left = seconds / max(1, done) * (total - done)
-        self.say(
-            f"{what}: {done:,} of {total:,} captures, {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left"
+        last = now
+        left = (now - began) * (total - done) / done
+        amount = (
+            f"{done / 1e9:.2f} of {total / 1e9:.2f} GB" if bytes_unit else f"{done:,} of {total:,} captures"
         )
+        say(f"{what}: {amount}, {left:,.0f} s left")
+
+    yield update

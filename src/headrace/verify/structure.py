@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,20 +134,20 @@ def _check_shards(session: Session, journal: Journal, structure: Structure) -> N
     store = session.store
     checked: dict[str, str] = dict(journal.state["checked"])
     damage = _Damage()
-    start, done = time.monotonic(), 0
-    total = sum(shard.bytes for shard in store.index.shards)
+    done, total = 0, sum(shard.bytes for shard in store.index.shards)
     order = np.random.default_rng(session.config.seed).permutation(len(store.index.shards))
-    for about in (store.index.shards[int(i)] for i in order):
-        if checked.get(about.name) == about.digest:
-            continue
-        if session.clock.half_over:
-            structure.complete = False
-            break
-        if _check_shard(session, about, damage):
-            checked[about.name] = about.digest
-            journal.save(checked=checked)
-        done += about.bytes
-        session.progress_bytes("checking", done, total, start)
+    with session.watch("checking", bytes_unit=True) as update:
+        for about in (store.index.shards[int(i)] for i in order):
+            if checked.get(about.name) == about.digest:
+                continue
+            if session.clock.half_over:
+                structure.complete = False
+                break
+            if _check_shard(session, about, damage):
+                checked[about.name] = about.digest
+                journal.save(checked=checked)
+            done += about.bytes
+            update(done, total)
     if structure.complete:
         _check_links(session, checked, damage)
     session.unreadable |= damage.keys

@@ -12,6 +12,8 @@ from headrace.verify.measure import token_errors
 from headrace.verify.problem import FIT, Finding, Problem, fit, ranges
 
 _PARTS = 16  # the hidden dimension is looked at in this many parts
+_FLIPS = 0.02  # of a capture's tokens may have been routed to other experts
+_FLIP_ERROR = 0.8  # and may be this far off
 _SELF = 0.8  # of the bad tokens are nearest to their own right state: the token is right, its numbers are not
 
 
@@ -39,6 +41,22 @@ def broken_values(problem: Problem) -> list[Finding]:
         )
         problem.bad[where] = False
     return findings
+
+
+def routing_flips(problem: Problem) -> np.ndarray:
+    """bool [K, T]: bad tokens that a mixture of experts explains: few, not far off, and nearest to their own right state.
+
+    Rounding may send a token to another expert in one engine and not in the other; that is noise, however large it looks.
+    """
+    flips = np.zeros_like(problem.bad)
+    for k in range(len(problem.taps)):
+        tokens = np.flatnonzero(problem.bad[k])
+        if not len(tokens) or len(tokens) > max(1, _FLIPS * problem.bad.shape[1]):
+            continue
+        errors = token_errors(problem.stored[k, tokens], problem.claimed[k, tokens]).relative
+        near = tokens[(errors < _FLIP_ERROR) & own_nearest(problem, k, tokens)]
+        flips[k, near] = True
+    return flips
 
 
 def scaled(problem: Problem, tap: int) -> Iterator[Candidate]:
@@ -101,13 +119,18 @@ def _right_parts(ours: torch.Tensor, right: torch.Tensor) -> str | None:
 
 def _own_token_nearest(problem: Problem, tap: int, tokens: np.ndarray) -> bool:
     """Whether most bad states are nearer to their own token's right state than to any other token's of the row."""
-    distance = torch.cdist(torch.nan_to_num(problem.stored[tap, tokens]), problem.claimed[tap])
-    own = distance[torch.arange(len(tokens)), torch.from_numpy(tokens)]
-    others = distance.clone()
-    others[torch.arange(len(tokens)), torch.from_numpy(tokens)] = float("inf")
-    nearer = (own < others.min(dim=1).values).float().mean()
     far = token_errors(problem.stored[tap, tokens], problem.claimed[tap, tokens]).cosine
-    return bool(nearer >= _SELF) and float(np.median(far)) > 0.2
+    return bool(own_nearest(problem, tap, tokens).mean() >= _SELF) and float(np.median(far)) > 0.2
+
+
+def own_nearest(problem: Problem, tap: int, tokens: np.ndarray) -> np.ndarray:
+    """bool [tokens]: whether each state is nearer to its own token's right state than to any other's of the row."""
+    distance = torch.cdist(torch.nan_to_num(problem.stored[tap, tokens]), problem.claimed[tap])
+    places = (torch.arange(len(tokens)), torch.from_numpy(tokens))
+    own = distance[places].clone()
+    distance[places] = float("inf")
+    nearer: np.ndarray = (own < distance.min(dim=1).values).numpy()
+    return nearer
 
 
 def _distinct(values: torch.Tensor) -> float:

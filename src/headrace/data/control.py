@@ -39,6 +39,8 @@ class ControlTokens:
     """Finds them, longest first; None when there are none."""
     firsts: tuple[str, ...]
     """Their first characters: text without any of these needs no search."""
+    endings: tuple[str, ...]
+    """All of them, as ``str.endswith`` takes them."""
 
     @classmethod
     def of(cls, tokenizer: Any, template: str) -> ControlTokens:
@@ -54,17 +56,28 @@ class ControlTokens:
                     special.add(text)
         ids = dict(sorted(found.items(), key=lambda item: (-len(item[0]), item[0])))
         pattern = re.compile("|".join(map(re.escape, ids))) if ids else None
-        return cls(ids, frozenset(found) - special, pattern, tuple(sorted({t[0] for t in ids})))
+        return cls(ids, frozenset(found) - special, pattern, tuple(sorted({t[0] for t in ids})), tuple(ids))
 
     def within(self, text: str) -> bool:
         """Whether ``text`` holds any."""
-        if self.pattern is None or not any(first in text for first in self.firsts):
-            return False
-        return self.pattern.search(text) is not None
+        return self._suspect(text) and self.pattern is not None and self.pattern.search(text) is not None
+
+    def _suspect(self, text: str) -> bool:
+        """A first look at speed: without one of the first characters there is nothing to find."""
+        for first in self.firsts:  # noqa: SIM110 - three times as fast as any() over a generator, for every message
+            if first in text:
+                return True
+        return False
+
+    def closing(self, text: str) -> str | None:
+        """The control token that ``text`` ends with, if it does."""
+        if not text.endswith(self.endings):
+            return None
+        return next(token for token in self.ids if text.endswith(token))
 
     def forged(self, text: str, by_assistant: bool) -> bool:
         """Whether ``text`` holds one that its author cannot have emitted as a token."""
-        if self.pattern is None or not any(first in text for first in self.firsts):
+        if self.pattern is None or not self._suspect(text):
             return False
         if not by_assistant:
             return self.pattern.search(text) is not None

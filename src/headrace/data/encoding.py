@@ -102,13 +102,11 @@ class AnchoredPlaces:
     """Counts control tokens; made by :class:`Anchors`, which has checked that they match one to one."""
 
     def __init__(
-        self, ids: np.ndarray, places: list[int], ends: list[int], anchors: Anchors, text: str
+        self, ids: np.ndarray, places: list[int], names: list[str], ends: list[int], anchors: Anchors
     ) -> None:
-        self._ids, self._places, self._ends, self._anchors, self._text = ids, places, ends, anchors, text
+        self._ids, self._places, self._names, self._ends, self._anchors = ids, places, names, ends, anchors
 
     def after(self, prefix: str) -> int | None:
-        if len(prefix) == len(self._text):
-            return len(self._ids)
         count = bisect_right(self._ends, len(prefix))
         if not count:  # nothing before the first control token: the prefix stands for itself
             tail = self._anchors.tail("", prefix)
@@ -118,7 +116,7 @@ class AnchoredPlaces:
             start = self._places[count - 1] + 1
             if end == len(prefix):
                 return start
-            tail = self._anchors.tail(self._anchors.last(self._text, end), prefix[end:])
+            tail = self._anchors.tail(self._names[count - 1], prefix[end:])
         stop = start + len(tail)
         return stop if self._ids[start:stop].tolist() == tail else None
 
@@ -150,16 +148,12 @@ class Anchors:
         assert pattern is not None  # of() refuses a tokenizer without control tokens
         names, ends = [], []
         for match in pattern.finditer(text):
-            names.append(self._control.ids[match.group()])
+            names.append(match.group())
             ends.append(match.end())
         places = np.flatnonzero(self._lookup[np.minimum(ids, len(self._lookup) - 1)])
-        if ids[places].tolist() != names:
+        if ids[places].tolist() != [self._control.ids[name] for name in names]:
             return None
-        return AnchoredPlaces(ids, places.tolist(), ends, self, text)
-
-    def last(self, text: str, end: int) -> str:
-        """The control token that ends at ``end``."""
-        return next(t for t in self._control.ids if text.endswith(t, 0, end))
+        return AnchoredPlaces(ids, places.tolist(), names, ends, self)
 
     def tail(self, anchor: str, tail: str) -> list[int]:
         """Ids of ``tail`` as they follow ``anchor``."""

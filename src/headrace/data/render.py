@@ -150,7 +150,11 @@ class Renderer:
     ) -> tuple[list[Message], list[Message] | None, Encode | None]:
         """The messages with forged control tokens dealt with, and the encoder they then need. Raises Drop."""
         control = self.template.control
-        forged = any(control.forged(t, m["role"] == "assistant") for m in messages for t in _texts(m))
+        forged = False
+        for message in messages:
+            by_assistant = message["role"] == "assistant"
+            for text in _texts(message):
+                forged = forged or control.forged(text, by_assistant)
         if not forged and (tools is None or not any(control.within(t) for t in texts_of(tools))):
             return messages, tools, None
         self.notes["conversations_with_control_tokens"] += 1
@@ -199,13 +203,13 @@ class Renderer:
 
     def _end(self, turn: Turn) -> tuple[int, int]:
         """Where the turn's own text ends and where its end-of-turn token ends; equal when the template has none."""
-        pattern = self.template.control.pattern
-        found = list(pattern.finditer(turn.text, len(turn.prompt))) if pattern else []
-        last = found[-1] if found else None
-        if last is None or last.group() in REASONING_TAGS or turn.text[last.end() :].strip():
-            end = max(len(turn.text.rstrip()), len(turn.prompt))
+        text = turn.text.rstrip()
+        closing = self.template.control.closing(text)
+        start = len(text) - len(closing or "")
+        if closing is None or closing in REASONING_TAGS or start < len(turn.prompt):
+            end = max(len(text), len(turn.prompt))
             return end, end
-        return last.start(), last.end()
+        return start, len(text)
 
     # --- ids --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from headrace.data.rows import RowWriter
 from headrace.engines.base import open_engine
 from headrace.target import Target
 from headrace.testing.models import make_tiny_model
-from headrace.testing.planted import FILES, STATES, FilePlant, Ground, Plant, write_planted, write_store
+from headrace.testing.planted import STATES, Ground, Plant
+from headrace.testing.planted_files import FILES, FilePlant, write_planted, write_store
 from headrace.types import Capture, Row
 from headrace.verify.config import VerifyConfig
 from headrace.verify.run import verify

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from headrace.data.rows import RowWriter
 from headrace.target import Target
 from headrace.testing.models import make_tiny_model
-from headrace.testing.planted import Ground, write_store
+from headrace.testing.planted import Ground
+from headrace.testing.planted_files import write_store
 from headrace.types import Row
 from headrace.verify.config import VerifyConfig
 from headrace.verify.run import verify

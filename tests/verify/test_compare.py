@@ -13,7 +13,8 @@ import torch
 from headrace.cli import main
 from headrace.errors import InputError, SpecMismatchError
 from headrace.target import Target
-from headrace.testing.planted import Ground, write_store
+from headrace.testing.planted import Ground
+from headrace.testing.planted_files import write_store
 from headrace.types import Row
 from headrace.verify.compare import compare
 from headrace.verify.config import CompareConfig

@@ -127,6 +127,24 @@ def test_states_left_out_are_not_looked_at(diagnoser: Diagnoser, ground: Ground)
     assert [f.code for f in diagnoser.diagnose(row, states, kept)] == ["boundary-shifted"]
 
 
+def test_experts_may_route_a_token_elsewhere(
+    diagnoser: Diagnoser, ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token far off and still nearest to itself: noise of a mixture of experts, a fault of any other model."""
+    row = ground.rows[3]
+    states = ground.states[row.key].clone()
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(states[1, 9].shape, generator=generator)
+    states[1, 9] += (0.4 * states[1, 9].float().norm() * noise / noise.norm()).to(states.dtype)
+    replaced = ground.states[row.key].clone()
+    replaced[:, 9] = replaced[:, 20]
+    assert diagnoser.diagnose(row, states, everywhere(states)) != []
+    config = {**diagnoser.reference.target.config, "num_experts": 8}
+    monkeypatch.setattr(diagnoser.reference.target, "config", config)
+    assert diagnoser.diagnose(row, states, everywhere(states)) == []
+    assert [f.code for f in diagnoser.diagnose(row, replaced, everywhere(states))] == ["token-replaced"]
+
+
 def test_every_plant_means_a_known_fault() -> None:
     assert {code for plant in STATES for code in plant.codes} <= set(KINDS)
     with pytest.raises(ValueError, match="catalogue"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from headrace.engines.fake import fingerprint
 from headrace.errors import ConfigError, InputError, SpecMismatchError
 from headrace.store import StoreWriter
 from headrace.target import Target
-from headrace.testing.planted import FILES, STATES, FilePlant, Ground, Plant, write_planted, write_store
-from headrace.types import Row
+from headrace.testing.planted import STATES, Ground, Plant
+from headrace.testing.planted_files import FILES, FilePlant, write_planted, write_store
+from headrace.types import Capture, Row
+from headrace.verify.reference import Reference
 
 from .conftest import Check, codes, make_rows, write_rows
 
@@ -139,6 +142,26 @@ def test_rare_faults_are_found_by_the_scan(model: Path, check: Check, ground: Gr
     few = {"rows": folder, "confidence": 0.5, "fault_share": 0.5}
     assert codes(check(tmp_path / "store", **few))[0] == "chunk-repeated"
     assert codes(check(tmp_path / "store", **few, scan=False, out=tmp_path / "unscanned")) == []
+
+
+def test_a_reference_that_varies_does_not_reject(
+    good_store: Path, ground: Ground, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that differs only in a batch of the reference is the reference's fault, not the store's."""
+    key = ground.rows[7].key
+    captures = Reference.captures
+
+    def varying(self: Reference, rows: Iterable[Row]) -> Iterator[Capture]:
+        rows = list(rows)
+        for capture in captures(self, iter(rows)):
+            if len(rows) > 1 and capture.key == key:
+                capture.states[2, 5] *= 2
+            yield capture
+
+    monkeypatch.setattr(Reference, "captures", varying)
+    report = check(good_store, noise_captures=1)
+    assert codes(report) == []
+    assert (report["sample"]["failed"], report["sample"]["excused"]) == (1, 1)
 
 
 def test_missing_rows_within_the_share(ground: Ground, check: Check, tmp_path: Path) -> None:

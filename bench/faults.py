@@ -246,8 +246,73 @@ def faults(ground: Ground, times: int) -> dict[str, Callable[[], tuple[Path, int
     return table
 
 
+def served_faults(folder: Path, times: int, bench: Bench) -> tuple[int, int, int]:
+    """The real SGLang: kill -9 of the client, of the server under a running client, and of both. (injected, lost, wrong)."""
+    from headrace.testing.served import ServedGround
+
+    rng = random.Random(9)
+    totals = [0, 0, 0]
+
+    def client_killed(ground: ServedGround, store: Path) -> int:
+        return sum(
+            kill_after(ground.extraction(store), rng.uniform(0.5, 3.0)) == -signal.SIGKILL
+            for _ in range(times)
+        )
+
+    def server_killed(ground: ServedGround, store: Path) -> int:
+        client = ground.extraction(store)
+        client.start()
+        killed = 0
+        while killed < max(1, times // 4) and client.is_alive():
+            ground.wait_for_captures(store)
+            time.sleep(rng.uniform(0.0, 2.0))
+            ground.server.kill()
+            ground.restart()
+            killed += 1
+        client.join(300)
+        return killed
+
+    def both_killed(ground: ServedGround, store: Path) -> int:
+        for _ in range(max(1, times // 4)):
+            client = ground.extraction(store)
+            client.start()
+            time.sleep(rng.uniform(1.0, 6.0))
+            ground.server.kill()
+            client.kill()
+            client.join(30)
+            ground.restart()
+        return max(1, times // 4)
+
+    with ServedGround(folder / "served", 60 if times < 10 else 400) as ground:
+        for name, act in (
+            ("client killed", client_killed),
+            ("server killed", server_killed),
+            ("both killed", both_killed),
+        ):
+            began = time.perf_counter()
+            store = folder / f"served-{name.replace(' ', '-')}"
+            injected = act(ground, store)
+            ground.finish(store)
+            comparison = ground.compare(store)
+            lost, wrong = len(comparison.lost), len(comparison.wrong) + len(comparison.strange)
+            seconds = round(time.perf_counter() - began, 1)
+            bench.row(
+                fault=f"real SGLang: {name}",
+                injected=injected,
+                lost=lost,
+                wrong=wrong,
+                seconds=seconds,
+                note="",
+            )
+            totals = [a + b for a, b in zip(totals, (injected, lost, wrong), strict=True)]
+    return totals[0], totals[1], totals[2]
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside the common ones."""
+    parser.add_argument(
+        "--sglang", action="store_true", help="also kill clients and servers of the real SGLang on the CPU"
+    )
     parser.add_argument("--only", default="", help="run the faults whose name contains this")
 
 
@@ -270,6 +335,9 @@ def run(bench: Bench) -> None:
                 continue
             counts = report(bench, name, found, ground.rows, time.perf_counter() - began)
             injected, lost, wrong = injected + found[1], lost + counts[0], wrong + counts[1]
+        if bench.args.sglang:
+            served = served_faults(folder, 2 if bench.quick else 25, bench)
+            injected, lost, wrong = injected + served[0], lost + served[1], wrong + served[2]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     bench.target("captures lost", lost, 0, lost == 0)

@@ -18,6 +18,7 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.disk import DiskGuard
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
+from headrace.files import read_json
 from headrace.store import Store
 from headrace.testing.extraction import (
     compare_store,
@@ -86,9 +87,11 @@ def test_killed_at_random_points(config: ExtractConfig) -> None:
     assert run_until_finished(lambda: extraction_process(faster(config))) == 1
     assert_finished(config)
     assert "taking over from process" in log_of(config)
+    outcomes = [session["outcome"] for session in read_json(RunFiles(config.out).manifest)["sessions"]]
+    assert set(outcomes[:-1]) == {"crashed"} and outcomes[-1] == "finished"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_what_is_in_flight(config: ExtractConfig, number: int) -> None:
     assert kill_after(extraction_process(config), 1.0, number) == 130
     assert "finishing" in log_of(config) and "Interrupted" in log_of(config)
@@ -100,6 +103,19 @@ def test_a_signal_finishes_what_is_in_flight(config: ExtractConfig, number: int)
     assert account["stored"] == len(stored)  # all that was written was sealed
     assert account["stored"] + account["not_reached"] == account["rows"] == len(ROWS)
     assert run_until_finished(lambda: extraction_process(faster(config))) == 1
+    assert_finished(config)
+
+
+def deaf(spec: CaptureSpec) -> Engine:
+    """As nohup starts a process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return FingerprintEngine(
+        spec, FingerprintOptions(tokens_in_flight=4000, tokens_per_second=TOKENS / 1.5, seed=0)
+    )
+
+
+def test_under_nohup_the_end_of_the_terminal_is_ignored(config: ExtractConfig) -> None:
+    assert kill_after(extraction_process(config, deaf), 0.8, signal.SIGHUP) == 0
     assert_finished(config)
 
 

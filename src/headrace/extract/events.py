@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.files import FULL_ERRNOS
+
 MAX_BYTES: Final = 8 << 20
 KEEP: Final = 24
 """Rotated files kept: with 8 MiB each, weeks of a run."""
@@ -27,18 +29,25 @@ class EventLog:
         self.max_bytes = max_bytes
         self.keep = keep
         self._fd = self._open()
-        if self._torn():
-            os.write(self._fd, b"\n")
+        self._cut = self._torn()
+        """Whether the file ends within a line, which the next event must not continue."""
 
     def write(self, kind: str, /, *, durable: bool = False, **fields: Any) -> None:
-        """Append one event; ``durable`` also waits until it is on the disk."""
+        """Append one event; ``durable`` also waits until it is on the disk. On a full disk the event is lost and the run goes on."""
         record = {"time": round(time.time(), 3), "event": kind, **fields}
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-        if os.fstat(self._fd).st_size + len(line) > self.max_bytes:
-            self._rotate()
-        os.write(self._fd, line)
-        if durable:
-            os.fsync(self._fd)
+        try:
+            if os.fstat(self._fd).st_size + len(line) > self.max_bytes:
+                self._rotate()
+            if self._cut:
+                line = b"\n" + line
+            self._cut = os.write(self._fd, line) < len(line)
+            if durable:
+                os.fsync(self._fd)
+        except OSError as exc:
+            if exc.errno not in FULL_ERRNOS:
+                raise
+            self._cut = True
 
     def close(self) -> None:
         """Idempotent."""

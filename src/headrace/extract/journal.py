@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -11,7 +12,7 @@ from typing import Any
 from headrace._version import __version__
 from headrace.data.rows import RowFolder
 from headrace.engines.base import EngineInfo
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StorageFullError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.events import EventLog
 from headrace.extract.files import RunFiles
@@ -20,6 +21,7 @@ from headrace.extract.progress import Snapshot
 from headrace.files import read_json, write_json
 from headrace.types import CaptureSpec
 
+log = logging.getLogger(__name__)
 KIND = "headrace.extraction"
 FORMAT = 1
 
@@ -59,7 +61,7 @@ class Journal:
                 "tokens": rows.manifest.get("tokens"),
                 "content_hash": rows.manifest.get("content_hash", ""),
             },
-            "sessions": [*before.get("sessions", []), self._session],
+            "sessions": [*_ended(before.get("sessions", [])), self._session],
         }
         write_json(files.manifest, self.manifest)
         self._events = EventLog(files.events)
@@ -96,7 +98,10 @@ class Journal:
             seconds=round(time.monotonic() - self._started, 2),
             result=result,
         )
-        write_json(self.files.manifest, self.manifest)
+        try:
+            write_json(self.files.manifest, self.manifest)
+        except StorageFullError as exc:  # the store is the ledger; this only tells of it
+            log.warning("the end of this session is not recorded: %s", exc)
         self.event(
             "end", durable=True, outcome=outcome, error=None if error is None else str(error), result=result
         )
@@ -104,6 +109,11 @@ class Journal:
     def close(self) -> None:
         """Close the log; idempotent."""
         self._events.close()
+
+
+def _ended(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Earlier sessions: one that never said how it ended was killed, since the lock is ours now."""
+    return [{**s, "outcome": "crashed"} if s["outcome"] == "running" else s for s in sessions]
 
 
 def _now() -> str:

@@ -13,7 +13,14 @@ from typing import Any
 from headrace._version import __version__
 from headrace.data.rows import RowFolder
 from headrace.engines.base import Engine, open_engine
-from headrace.errors import ConfigError, HeadraceError, IncompleteError, InputError, Interrupted
+from headrace.errors import (
+    ConfigError,
+    HeadraceError,
+    IncompleteError,
+    InputError,
+    Interrupted,
+    StorageFullError,
+)
 from headrace.extract import checks
 from headrace.extract.admission import Budget, in_windows, window_size
 from headrace.extract.config import ExtractConfig
@@ -255,7 +262,8 @@ class Extraction:
         stored = set(store.keys())
         failed = {key: row.failure for key, row in pipeline.verifier.failed.items()}
         account = Account.close(selection, stored, failed, finished=error is None)
-        failures.settle(stored)
+        with contextlib.suppress(StorageFullError):  # the longer file still tells the truth, and more of it
+            failures.settle(stored)
         if isinstance(error, Interrupted) and not account.not_reached:
             error = None  # the signal came when everything was done
         if error is None and account.failed:

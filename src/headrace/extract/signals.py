@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during a run: the first finishes what is in flight, the second stops at once, a third kills."""
+"""SIGINT, SIGTERM and SIGHUP during a run: the first finishes what is in flight, the second stops at once, a third kills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.extract.pipeline import Pipeline
 def graceful_signals(pipeline: Pipeline) -> Iterator[None]:
     """Within the block the first signal sets ``pipeline.stopping``, the second raises Interrupted in the main thread.
 
-    Only the main thread can take signals; elsewhere (a notebook's thread, a worker) this does nothing.
+    A signal that this process was told to ignore (SIGHUP under nohup, SIGINT in a background job) stays ignored. Only the main thread can take signals; elsewhere (a notebook's thread, a worker) this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -30,7 +30,10 @@ def graceful_signals(pipeline: Pipeline) -> Iterator[None]:
             raise Interrupted("stopped at once; run the same command again to go on")
         pipeline.stopping = f"stopped by {signal.Signals(number).name}"
 
-    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM)}
+    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        which: signal.getsignal(which) for which in taken if signal.getsignal(which) is not signal.SIG_IGN
+    }
     for which in before:
         signal.signal(which, handle)
     try:

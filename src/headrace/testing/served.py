@@ -10,6 +10,8 @@ import numpy as np
 
 from headrace.engines.config import ServeConfig
 from headrace.extract.config import ExtractConfig
+from headrace.extract.events import read_events
+from headrace.extract.files import RunFiles
 from headrace.store import Store
 from headrace.testing.engine import transformers_reference
 from headrace.testing.envs import engine_env
@@ -93,6 +95,17 @@ class ServedGround:
     def extraction(self, store: Path) -> ForkProcess:
         """A client process, not yet started."""
         return extraction_process(self.config(store))
+
+    @staticmethod
+    def wait_for_captures(store: Path, seconds: float = 120.0) -> None:
+        """Return when the run's own log tells of the first captures."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            events = read_events(RunFiles(store).events)
+            if any(event["event"] == "progress" and event["rows_done"] > 0 for event in events):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"no capture within {seconds:g} s")
 
     def finish(self, store: Path, attempts: int = 5) -> None:
         """Run the client until it has finished."""

@@ -13,6 +13,8 @@ def run(config: Config, output: Output) -> None:
     from headrace.draft.train import train
 
     result = train(config, output.say)
+    if not result:  # one of several workers; the first one speaks
+        return
     output.set(**result)
     last, best = result["last"], result["val_accuracy"]
     rows = [

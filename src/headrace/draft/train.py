@@ -41,7 +41,7 @@ _FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every",
 
 
 def train(config: TrainConfig, say: Say) -> dict[str, Any]:
-    """Train, or go on training, and return the result that is also in ``OUT/manifest.json``.
+    """Train, or go on training, and return the result that is also in ``OUT/manifest.json`` (nothing on other workers than the first).
 
     Raises ConfigError for options that do not fit or an ``out`` that holds another run, SpecMismatchError for parts that
     do not belong together, InputError for an empty split, TrainingError when training cannot go on.
@@ -264,4 +264,4 @@ class _Run:
         self.workers.barrier()
         if self.workers.first:
             self._manifest(identity, result)
-        return result
+        return result if self.workers.first else {}

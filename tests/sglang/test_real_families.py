@@ -49,8 +49,10 @@ CASES = {
     ),
     # DeepSeek-V3 (MLA): boundary 2 as the first one, where its EAGLE3 naming would shift all others.
     "deepseek_v3": Case("deepseek_v3", (2, 3, 5, FINAL), ("--enable-mixed-chunk",)),
-    # Kimi-K2.5: the same language model inside a multimodal class.
-    "kimi_k25": Case("kimi_k25", (2, 3, 5, FINAL), ("--skip-tokenizer-init",)),
+    # Kimi-K2.5: the same language model inside a multimodal class. Text only: the published image processor is code of its own.
+    "kimi_k25": Case(
+        "kimi_k25", (2, 3, 5, FINAL), ('--json-model-override-args={"language_model_only": true}',)
+    ),
     # The hooks of older releases, with chunks mixed with decodes.
     "qwen3, 0.5.20": Case("qwen3", (1, 3, 5, FINAL), ("--enable-mixed-chunk",), release="0.5.20"),
     # The final state alone needs no capture of layers, and takes the hooks in every release.

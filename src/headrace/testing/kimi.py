@@ -35,7 +35,9 @@ _VISION = {
 def make_tiny_kimi(folder: Path, *, tokenizer: Path, seed: int = 0, **overrides: Any) -> tuple[Path, Path]:
     """Write the wrapped model to ``folder/kimi`` and the language model alone to ``folder/text``; returns both.
 
-    The second is an ordinary DeepSeek-V3 folder that transformers runs: the reference for the first.
+    The second is an ordinary DeepSeek-V3 folder that transformers runs: the reference for the first. The published
+    checkpoints bring their own image processor as code, which this one does not: serve it with the config override
+    ``{"language_model_only": true}``.
     """
     from safetensors.torch import load_file, save_file
 
@@ -64,16 +66,6 @@ def make_tiny_kimi(folder: Path, *, tokenizer: Path, seed: int = 0, **overrides:
         "vision_config": {**_VISION, "text_hidden_size": hidden, "model_type": "kimi_k25"},
     }
     (kimi / "config.json").write_text(json.dumps(wrapper, indent=2))
-    # An engine makes the image and video processors when it starts, whatever is asked of it later.
-    for name, kind in (
-        ("preprocessor_config", "image_processor"),
-        ("video_preprocessor_config", "video_processor"),
-    ):
-        processor = {
-            f"{kind}_type": f"Kimi_K25{kind.title().replace('_', '')}",
-            "processor_class": "Kimi_K25Processor",
-        }
-        (kimi / f"{name}.json").write_text(json.dumps(processor))
     for name in TOKENIZER_FILES:
         if (text / name).exists():
             (kimi / name).write_bytes((text / name).read_bytes())

@@ -24,11 +24,16 @@ from headrace.types import FINAL, Tap, parse_taps
 
 _MOST_STAGING = 64 << 30
 # Asked of the interpreter that will run SGLang: what is installed beside it.
-_INSPECT = (
-    "import importlib.metadata as m, json\n"
-    "names = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name'].lower() in ('sglang', 'headrace')}\n"
-    "print(json.dumps({**names, 'plugins': [p.value for p in m.entry_points(group='sglang.srt.plugins')]}))\n"
-)
+_INSPECT = """
+import importlib.metadata as m, json
+found = {"plugins": [p.value for p in m.entry_points(group="sglang.srt.plugins")]}
+for name in ("sglang", "headrace"):
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,11 @@ def _inspect(python: str) -> str:
         raise PreflightError(
             f"SGLang is not installed beside {python}; give --python the interpreter of its environment"
         )
-    if found.get("headrace") != __version__ or not any(
-        value.startswith("headrace.sglang_plugin") for value in found["plugins"]
-    ):
+    plugged = any(value.startswith("headrace.sglang_plugin") for value in found["plugins"])
+    if found.get("headrace") != __version__ or not plugged:
         has = f"has Headrace {found['headrace']}" if "headrace" in found else "lacks Headrace"
+        if found.get("headrace") == __version__:
+            has += " whose plug-in is not registered there (an old or partial install)"
         raise PreflightError(
             f"the environment of {python} {has}; run {python} -m pip install headrace=={__version__}"
         )

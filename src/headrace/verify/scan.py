@@ -21,28 +21,25 @@ from headrace.verify.journal import Journal
 from headrace.verify.measure import Noise, Tolerance, token_errors
 from headrace.verify.session import Session
 
-SOME = 64  # tokens of a capture that stand for all where that is enough
-RIVALS = 64  # random tokens that the true next token must beat
-PREFIXES = (0, 3, 15, 63)  # tokens at which captures with equal beginnings are compared
+SOME = 16  # tokens of a capture that stand for all where that is enough
+PREFIXES = (3, 31)  # tokens at which captures with equal beginnings are compared
 MOST_PREFIXES = 50_000
 REPEATED = 2  # equal states at different tokens before a capture is odd
 
 
 @dataclass
 class Scan:
-    """Feed captures with :meth:`look`; read :attr:`broken` and :meth:`suspects` at the end."""
+    """Feed captures with :meth:`look`; read :attr:`broken` and :attr:`odd` at the end."""
 
     target: Target
     spec: CaptureSpec
     tolerance: Tolerance
-    seed: int = 0
     tokens: int = 0
     captures: int = 0
     broken: dict[str, str] = field(default_factory=dict)
     """Captures with states that are no numbers: key → what they hold."""
     odd: dict[str, str] = field(default_factory=dict)
     """Captures that contradict themselves or another: key → reason."""
-    _beaten: dict[str, float] = field(default_factory=dict)
     _seen: dict[bytes, tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def look(self, capture: Capture, kept: np.ndarray) -> None:
@@ -58,25 +55,9 @@ class Scan:
         reason = "a state is all zeros" if bad else self._repeats(capture, there[0])
         if final is not None and bool(final.any()):
             reason = reason or self._norm(capture, final)
-            self._likelihood(capture, final)
         if reason:
             self.odd[capture.key] = reason
         self._prefixes(capture)
-
-    def suspects(self) -> dict[str, str]:
-        """Odd captures with the reason, those that are implausible among their peers included."""
-        found = dict(self.odd)
-        if len(self._beaten) >= 8:
-            values = np.array(list(self._beaten.values()))
-            middle = float(np.median(values))
-            spread = max(float(np.median(np.abs(values - middle))), 0.01)
-            for key, value in self._beaten.items():
-                if value < middle - max(6 * spread, 0.1):
-                    found.setdefault(
-                        key,
-                        f"next tokens are likely in {value:.0%} of places, {middle:.0%} in the usual capture",
-                    )
-        return found
 
     def _values(self, capture: Capture, kept: np.ndarray) -> str | None:
         """What a state holds that is no state: NaN, an infinity, or only zeros (right where an embedding is zero)."""
@@ -141,27 +122,6 @@ class Scan:
                 self.odd.setdefault(capture.key, reason)
                 self.odd.setdefault(key, reason)
 
-    def _likelihood(self, capture: Capture, there: torch.Tensor) -> None:
-        """In how many places the row's next token beats random tokens under ``lm_head``: low in captures of other rows."""
-        if int(there[:-1].sum()) < 8:
-            return
-        every = np.flatnonzero(there[:-1].numpy())
-        places = torch.from_numpy(every[:: max(1, len(every) // SOME)])
-        final = capture.states[self.spec.tap_index(FINAL)][places]
-        if not self.spec.final_normed:
-            final = self.target.final_norm(final)
-        head = self.target.head
-        rng = np.random.default_rng(self.seed)
-        rivals = torch.from_numpy(rng.integers(0, head.weight.shape[0], RIVALS))
-        scores = head.logits(final, rivals)
-        next_ids = torch.from_numpy(capture.ids.astype(np.int64))[places + 1]
-        own = (final.float() * head.weight[next_ids].float()).sum(-1) * head.scale
-        if head.bias is not None:
-            own = own + head.bias[next_ids].float()
-        if head.softcap is not None:
-            own = torch.tanh(own / head.softcap) * head.softcap
-        self._beaten[capture.key] = float((own[:, None] > scores).float().mean())
-
 
 def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list[Fault]]:
     """Scan the shards not scanned yet, in seeded order, until half of the time budget is gone.
@@ -174,7 +134,7 @@ def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list
         tolerance = Tolerance.derive(
             session.spec, session.store.codec, Noise.of([], []), session.config.tolerance
         )
-        scan = Scan(session.target, session.spec, tolerance, session.config.seed)
+        scan = Scan(session.target, session.spec, tolerance)
         scanned: list[str] = list(journal.state["scanned"])
         shards = {name: keys for name, keys in session.shards().items() if name not in scanned}
         total = sum(map(len, shards.values()))
@@ -186,7 +146,7 @@ def scan_store(session: Session, journal: Journal) -> tuple[dict[str, str], list
                     scan.look(session.stored(key), session.kept(key))
                     update(scan.captures, total)
                 scanned.append(name)
-                suspects.update(scan.suspects())
+                suspects.update(scan.odd)
                 broken.update(scan.broken)
                 journal.save(scanned=scanned, suspects=suspects, broken=broken)
     return suspects, _sure(broken)

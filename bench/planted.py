@@ -67,7 +67,8 @@ def perturbed(model: Path, out: Path, share: float = 0.1) -> Path:
 def check(store: Path, rows: Path, model: Path, seed: int = 0) -> tuple[list[str], float]:
     """The names of the faults ``verify`` finds, and its seconds."""
     start = time.perf_counter()
-    report = verify(VerifyConfig(store=store, rows=rows, model=str(model), seed=seed))
+    settings = {"store": store, "rows": rows, "model": str(model), "seed": seed}
+    report = verify(VerifyConfig.model_validate(settings))
     return [fault["code"] for fault in report["faults"]], time.perf_counter() - start
 
 

@@ -6,16 +6,18 @@ import numpy as np
 import torch
 
 from headrace.extract.norms import tap_name
-from headrace.types import DTYPE_BYTES, Capture, CaptureSpec, Failure, Row
+from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
+from headrace.types import Capture, CaptureSpec, Failure, Row
 
-_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
+SAMPLED = 16
+"""Every so many tokens the norm of a state is taken for the statistics: norms of all cost more than all else here."""
 
 
-def check_capture(capture: Capture, row: Row, spec: CaptureSpec) -> Failure | np.ndarray:
-    """The norms of the capture's states, float32 [taps, tokens], or the reason why it must not be stored.
+def check_capture(capture: Capture, row: Row, spec: CaptureSpec) -> Failure | None:
+    """Why the capture must not be stored; None when it may.
 
-    Refused are: other ids than the row's (compared one by one), another shape or dtype than the spec's, NaN or
-    infinity anywhere, and a state that is zero throughout (boundary 0 excepted: padding tokens may embed to zero).
+    Refused are: other ids than the row's (compared one by one), another shape, dtype or device than the store takes, NaN
+    or infinity anywhere, and a state that is zero throughout (boundary 0 excepted: padding tokens may embed to zero).
     """
     if wrong := _wrong_ids(capture.ids, row.ids):
         return Failure(row.key, "ids_differ", wrong)
@@ -23,20 +25,22 @@ def check_capture(capture: Capture, row: Row, spec: CaptureSpec) -> Failure | np
     expected = (len(spec.taps), len(row), spec.hidden_size)
     if tuple(states.shape) != expected:
         kind = "row_count" if states.dim() == 3 and states.shape[1] != len(row) else "shape"
-        return Failure(
-            row.key,
-            kind,
-            f"the engine gave states of shape {list(states.shape)}, expected [taps, tokens, hidden] = {list(expected)}",
-        )
-    if states.dtype != _DTYPES[spec.dtype]:
-        return Failure(
-            row.key,
-            "dtype",
-            f"the engine gave {str(states.dtype).removeprefix('torch.')} states, the store holds {spec.dtype}",
-        )
-    # One pass over the states gives both the statistics and the alarm: a norm is finite only if every value is.
-    norms = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
-    return _wrong_values(states, norms, row, spec) or norms.numpy()
+        message = f"the engine gave states of shape {list(states.shape)}, expected [taps, tokens, hidden] = {list(expected)}"
+        return Failure(row.key, kind, message)
+    if states.dtype != TORCH_DTYPES[spec.dtype] or states.device.type != "cpu":
+        got = f"{str(states.dtype).removeprefix('torch.')} states on {states.device}"
+        return Failure(row.key, "dtype", f"the engine gave {got}, the store takes {spec.dtype} on cpu")
+    return _wrong_values(states, row, spec)
+
+
+def sampled_norms(states: torch.Tensor) -> np.ndarray:
+    """Norms of every 16th token's states, float32 [taps, tokens / 16]; the first token, an attention sink, is not among them
+    unless the row is that short."""
+    first = min(SAMPLED // 2, states.shape[1] // 2)
+    norms = torch.linalg.vector_norm(states[:, first::SAMPLED], dim=-1, dtype=torch.float32)
+    return norms.clamp_(
+        max=torch.finfo(torch.float32).max
+    ).numpy()  # squares of large bf16 values overflow float32
 
 
 def _wrong_ids(got: np.ndarray, want: np.ndarray) -> str | None:
@@ -48,22 +52,13 @@ def _wrong_ids(got: np.ndarray, want: np.ndarray) -> str | None:
     return f"the engine used id {int(got[place])} at position {place}, the row has {int(want[place])}"
 
 
-def _wrong_values(states: torch.Tensor, norms: torch.Tensor, row: Row, spec: CaptureSpec) -> Failure | None:
-    if not bool(torch.isfinite(norms).all()):
-        # A norm may also overflow float32 where every value is finite; only the values themselves decide.
-        for tap_index, position in (~torch.isfinite(norms)).nonzero().tolist():
-            values = states[tap_index, position]
-            if not bool(torch.isfinite(values).all()):
-                what = "NaN" if bool(torch.isnan(values).any()) else "infinity"
-                return Failure(
-                    row.key, "non_finite", f"{what} at {tap_name(spec.taps[tap_index])}, position {position}"
-                )
-    if not bool(norms.all()):
-        for tap_index, position in (norms == 0).nonzero().tolist():
-            if spec.taps[tap_index] != 0:
-                return Failure(
-                    row.key,
-                    "all_zero",
-                    f"the state at {tap_name(spec.taps[tap_index])}, position {position} is zero throughout",
-                )
-    return None
+def _wrong_values(states: torch.Tensor, row: Row, spec: CaptureSpec) -> Failure | None:
+    bits = bits_of(states.contiguous()).reshape(-1, spec.hidden_size)
+    must_differ = np.repeat(np.array([tap != 0 for tap in spec.taps]), len(row))
+    bad = first_bad_row(bits, spec.dtype, must_differ)
+    if bad is None:
+        return None
+    place, what = bad
+    tap_index, position = divmod(place, len(row))
+    kind = "all_zero" if what == "only zeros" else "non_finite"
+    return Failure(row.key, kind, f"{what} at {tap_name(spec.taps[tap_index])}, position {position}")

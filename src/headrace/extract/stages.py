@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from headrace.errors import IncompleteError
 from headrace.extract.admission import Budget
-from headrace.extract.check import check_capture
+from headrace.extract.check import check_capture, sampled_norms
 from headrace.extract.ledger import FailedRow
 from headrace.extract.norms import NormStats
 from headrace.extract.progress import Progress
@@ -129,16 +128,16 @@ class Verifier:
             self.notes.put(("stray_answer", {"key": answer.key}))
             return
         self.progress.answered(len(row))
-        verdict = answer if isinstance(answer, Failure) else check_capture(answer, row, self.spec)
-        if isinstance(verdict, Failure):
-            self.fail(row, verdict)
+        failure = answer if isinstance(answer, Failure) else check_capture(answer, row, self.spec)
+        if failure is not None:
+            self.fail(row, failure)
         elif isinstance(answer, Capture):
-            self._accept(row, answer.states, verdict)
+            self._accept(row, answer.states)
 
-    def _accept(self, row: Row, states: torch.Tensor, norms: np.ndarray) -> None:
+    def _accept(self, row: Row, states: torch.Tensor) -> None:
         self._in_a_row = 0
         self.successes += 1
-        self.norms.add(norms)
+        self.norms.add(sampled_norms(states))
         offer(self.checked, (row, states), lambda: not self.abandoned)
 
     def fail(self, row: Row, failure: Failure) -> None:

@@ -38,9 +38,9 @@ def sampled_norms(states: torch.Tensor) -> np.ndarray:
     unless the row is that short."""
     first = min(SAMPLED // 2, states.shape[1] // 2)
     norms = torch.linalg.vector_norm(states[:, first::SAMPLED], dim=-1, dtype=torch.float32)
-    return norms.clamp_(
-        max=torch.finfo(torch.float32).max
-    ).numpy()  # squares of large bf16 values overflow float32
+    norms.clamp_(max=torch.finfo(torch.float32).max)  # squares of large bf16 values overflow float32
+    values: np.ndarray = norms.numpy()
+    return values
 
 
 def _wrong_ids(got: np.ndarray, want: np.ndarray) -> str | None:

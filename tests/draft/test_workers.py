@@ -106,7 +106,7 @@ def test_two_and_four_workers_equal_one(tmp_path: Path) -> None:
             "MASTER_PORT": str(29600 + count + os.getpid() % 300),
             "OMP_NUM_THREADS": "1",
         }
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_workers, pathlib; test_workers.as_worker(pathlib.Path({str(out)!r}))"
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.draft import test_workers; import pathlib; test_workers.as_worker(pathlib.Path({str(out)!r}))"
         processes = [
             subprocess.Popen([sys.executable, "-c", code], env={**environment, "RANK": str(rank)})
             for rank in range(count)

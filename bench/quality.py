@@ -318,6 +318,8 @@ def run(bench: common.Bench) -> None:
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     )
+    # Many configurations in one process: each needs its own compiled code, and past the limit torch runs uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     bed = make_bed(args, device)
     for text in args.run or ["base"]:
         name, changes = parse_run(text)

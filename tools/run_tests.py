@@ -18,6 +18,7 @@ def main() -> int:
     """Run all; returns the exit code."""
     start = time.monotonic()
     builder = subprocess.Popen([sys.executable, "-m", "headrace.testing.envs", *ENVIRONMENTS])
+    fetch_demo_model()
     codes = [pytest("-n", "2", "--dist", "loadgroup", "-m", f"not ({ENGINES})")]
     print(
         f"--- tests without engines: {time.monotonic() - start:.0f} s; waiting for the engine environments",
@@ -30,6 +31,13 @@ def main() -> int:
     codes.append(pytest("-m", ENGINES))
     print(f"--- all tests: {time.monotonic() - start:.0f} s", flush=True)
     return next((code for code in codes if code), 0)
+
+
+def fetch_demo_model() -> None:
+    """The small real model, once, before two workers would each fetch it."""
+    subprocess.run(
+        [sys.executable, "-c", "from headrace.demo import cached_demo_model as m; m()"], check=True
+    )
 
 
 def pytest(*args: str) -> int:

@@ -53,14 +53,13 @@ def fetch_demo_model(out: Path, say: Callable[[str], None] = lambda _: None) -> 
         say("converting GGUF to safetensors (bfloat16)")
         folder = work / "model"
         _convert(gguf, folder)
-        if out.exists():
-            out.rmdir()
         try:
+            if out.exists():
+                out.rmdir()
             os.replace(folder, out)
         except OSError:
-            if not (
-                out / "config.json"
-            ).is_file():  # another process may have made it meanwhile: theirs is as good
+            # Another process may have made it meanwhile: theirs is as good.
+            if not (out / "config.json").is_file():
                 raise
     fsync_folder(out.parent)
     return out

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from headrace.draft.checkpoint import load_draft, save_draft
+from headrace.draft.checkpoint import save_draft
 from headrace.draft.export import export
 from headrace.draft.serving import EngineName, ExportConfig
 from headrace.engines.hf import load_model
 from headrace.evaluate.config import EvaluateConfig
-from headrace.evaluate.offline import Offline, Part
-from headrace.evaluate.prompts import Conversation, PromptSet, read_prompts
+from headrace.evaluate.offline import Part
+from headrace.evaluate.prompts import Conversation, read_prompts
+from headrace.evaluate.run import evaluate
 from headrace.target import Target
 from headrace.testing import drafts
 from headrace.testing.envs import cache_root, engine_env
@@ -48,13 +48,8 @@ def target(smollm2: Path) -> Target:
 
 
 @pytest.fixture(scope="session")
-def prompt_set() -> PromptSet:
-    return read_prompts(PROMPTS, COUNT)
-
-
-@pytest.fixture(scope="session")
-def prompt_ids(target: Target, prompt_set: PromptSet) -> list[list[int]]:
-    return [Conversation(prompt, target.tokenizer).ids() for prompt in prompt_set.prompts]
+def prompt_ids(target: Target) -> list[list[int]]:
+    return [Conversation(prompt, target.tokenizer).ids() for prompt in read_prompts(PROMPTS, COUNT).prompts]
 
 
 @pytest.fixture(scope="session")
@@ -87,27 +82,33 @@ def fitted(target: Target, prompt_ids: list[list[int]]) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def offline(target: Target, fitted: Callable[[str], Path], prompt_set: PromptSet) -> Callable[[str], Part]:
-    """Our own speculative decoding of a variant, checked against plain decoding."""
+def settings(
+    target: Target, fitted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., EvaluateConfig]:
+    """The one measurement of these tests, of any variant; in one session its offline part is measured once."""
+    out = tmp_path_factory.mktemp("evaluation")
 
-    @functools.cache
-    def bench() -> Offline:
-        config = EvaluateConfig(
-            drafts=[Path("unused")],
-            model=str(target.path),
-            prompts=[PROMPTS],
-            limit=COUNT,
-            steps=STEPS,
-            max_new_tokens=NEW,
+    def make(variant: str, **more: Any) -> EvaluateConfig:
+        fixed = {"drafts": [fitted(variant)], "model": str(target.path), "prompts": [PROMPTS], "limit": COUNT}
+        return EvaluateConfig(
+            **{**fixed, "steps": STEPS, "max_new_tokens": NEW, "out": out / variant, **more}
         )
-        return Offline(target, config)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def offline(settings: Callable[..., EvaluateConfig]) -> Callable[[str], Part]:
+    """Our own speculative decoding of a variant, checked against plain decoding; answers in the order of the prompts."""
 
     @functools.cache
     def measure(variant: str) -> Part:
-        part = bench().measure(
-            load_draft(fitted(variant), target, dtype=torch.float32), prompt_set, lambda text: None
-        )
+        config = settings(variant)
+        evaluate(config, lambda text: None)
+        assert config.out is not None
+        part = Part(**json.loads(next((config.out / "parts").glob("*.json")).read_text()))
         assert part.matches("equal") == len(part.records) == COUNT
+        assert min(part.acceptance(STEPS).reached[:3]) > 0, "acceptance must be non-trivial"
         part.records.sort(key=lambda record: record["line"])
         return part
 
@@ -244,19 +245,6 @@ def sglang_server(
     yield start
     for server in started:
         server.stop()
-
-
-def served_settings(model: Path, draft: Path, url: str) -> dict[str, Any]:
-    """Fields of an EvaluateConfig: the same measurement as the ``offline`` fixture, and at a server."""
-    return {
-        "drafts": [draft],
-        "model": str(model),
-        "prompts": [PROMPTS],
-        "limit": COUNT,
-        "steps": STEPS,
-        "max_new_tokens": NEW,
-        "server": url,
-    }
 
 
 def vllm_environment() -> dict[str, str]:

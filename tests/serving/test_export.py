@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from headrace.cli import main
 from headrace.draft.checkpoint import file_hash, load_draft, save_draft
-from headrace.draft.config import DraftConfig
+from headrace.draft.config import DraftConfig, ImportConfig
 from headrace.draft.export import check_tensors, expected_shapes, export, exported_tensors
+from headrace.draft.foreign import import_draft
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.serving import ExportConfig, tap_ids, version_key
 from headrace.errors import ConfigError, CorruptError, SpecMismatchError
@@ -264,6 +265,21 @@ def test_dtype_conversion_and_the_card(made: Callable[..., Path], tmp_path: Path
     ):
         assert fact in card
     assert "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6" in card
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("changes", [{}, {"fc_norm": "each", "normed_feedback": True}, {"fc_norm": "joint"}])
+def test_an_export_imports_back_as_the_same_drafter(
+    engine: str, changes: dict[str, Any], made: Callable[..., Path], small_target: Target, tmp_path: Path
+) -> None:
+    folder = made(**changes)
+    exported(folder, engine, tmp_path / "out")
+    config = ImportConfig(draft=tmp_path / "out", model=str(small_target.path), out=tmp_path / "back")
+    import_draft(config, silent)
+    ours, back = load_draft(folder, small_target).model, load_draft(tmp_path / "back", small_target).model
+    assert back.config == ours.config
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
 
 
 def test_only_an_export_is_replaced(made: Callable[..., Path], tmp_path: Path) -> None:

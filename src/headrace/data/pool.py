@@ -12,7 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +34,8 @@ class WorkerSetup:
     template_args: tuple[tuple[str, Any], ...]
     stop_ids: tuple[int, ...]
     options: ConvertOptions
+    build: Callable[[WorkerSetup, Any], Converter] | None = None
+    """How a worker builds its converter when not from ``model``; a function that can be imported there."""
 
 
 class Pool:
@@ -144,18 +146,20 @@ class _Worker:
         return f"{names[source]} line {line}" if line and source < len(names) else "its start"
 
     def stop(self) -> None:
+        """End the process: closing its pipe asks it to, a signal tells it, and one that is stopped is killed."""
         self.connection.close()
         self._process.join(0.2 if self.chunk_number is None else 0)
-        if self._process.is_alive():
-            self._process.terminate()
-        self._process.join(5)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                end()
+                self._process.join(2.0)
 
 
 def _serve(setup: WorkerSetup, connection: Any, at: Any) -> None:
     """A worker's life: build the converter, convert what comes, end when the other side closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        converter = build_converter(setup, at)
+        converter = (setup.build or build_converter)(setup, at)
         while True:
             connection.send(converter(connection.recv()))
     except (EOFError, OSError, KeyboardInterrupt):
@@ -171,8 +175,13 @@ def build_converter(setup: WorkerSetup, at: Any = None) -> Converter:
 
     tokenizer = Target.open(setup.model, setup.revision).tokenizer
     template = ChatTemplate(tokenizer, setup.date, dict(setup.template_args), setup.stop_ids)
+    return Converter(template, setup.options, None if at is None else teller(at))
 
-    def progress(source: int, line: int) -> None:
+
+def teller(at: Any) -> Callable[[int, int], None]:
+    """What writes the source and line of the record begun into shared memory."""
+
+    def tell(source: int, line: int) -> None:
         at[0], at[1] = source, line
 
-    return Converter(template, setup.options, None if at is None else progress)
+    return tell

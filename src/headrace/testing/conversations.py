@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace.data.convert import Converter
+from headrace.data.pool import WorkerSetup, teller
 from headrace.data.reasons import Bad
 from headrace.data.records import Conversation, RecordReader, Text
 from headrace.data.render import Draft, Renderer, RenderPolicy
@@ -77,4 +79,9 @@ def positions(row: Draft) -> list[int]:
     return np.flatnonzero(row.mask).tolist()
 
 
-__all__ = ["BASE", "Bad", "Bench", "assistant", "call", "positions", "tool", "user"]
+def toy_converter(setup: WorkerSetup, at: Any = None) -> Converter:
+    """The toy tokenizer's converter, for worker processes that start in no time."""
+    return Converter(ChatTemplate(ToyTokenizer(PLAIN)), setup.options, None if at is None else teller(at))
+
+
+__all__ = ["BASE", "Bad", "Bench", "assistant", "call", "positions", "tool", "toy_converter", "user"]

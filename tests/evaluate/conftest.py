@@ -11,7 +11,7 @@ import pytest
 from headrace.draft.checkpoint import save_draft
 from headrace.engines.hf import load_model
 from headrace.target import Target
-from headrace.testing.drafts import fit_draft
+from headrace.testing.drafts import Fitting, fit_draft
 from headrace.testing.models import make_tiny_model
 
 VOCAB = 96
@@ -57,9 +57,8 @@ def tiny_draft(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
             target = Target.open(str(tiny(family)))
             model = load_model(target, "float32", "cpu")
             # All but the last two of the prompts that tests use: a random target teaches nothing that generalizes.
-            draft = fit_draft(
-                target, model, some_prompts()[:-2], taps=TAPS, draft_vocab=draft_vocab, rounds=40
-            )
+            prompts = some_prompts()[:-2]
+            draft = fit_draft(target, model, prompts, TAPS, draft_vocab=draft_vocab, how=Fitting(rounds=40))
             made[key] = tmp_path_factory.mktemp("drafts") / f"{family}-{draft_vocab}"
             save_draft(made[key], draft, target.spec([*TAPS]), {"made for": "tests"})
         return made[key]

@@ -61,7 +61,7 @@ class Setup:
 
         self.proposals.clear()
         room = NEW + max(nodes, steps * topk) + 2
-        return speculate(verifier, Drafter(self.draft), recorded, rule, rows, Limits(NEW, stop), room)
+        return speculate(verifier, Drafter(self.draft), recorded, rule, rows, Limits(NEW, stop, room))
 
     def plain(self, rows: list[list[int]], stop: frozenset[int] = STOP) -> list[Answer]:
         return decode_plainly(
@@ -154,8 +154,11 @@ def test_a_tree_accepts_more_than_a_chain_of_the_same_depth(llama: Setup) -> Non
     assert length(llama.speculate(rows, topk=4, nodes=24)) > length(llama.speculate(rows)) + 0.05
 
 
+OTHERS = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_neox")
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_neox"]
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_every_family_gives_what_transformers_generate_gives(
     family: str, tiny: Callable[..., Path], tiny_draft: Callable[..., Path]

@@ -90,6 +90,7 @@ def test_report_resume_and_comparison(
     assert broken.exists()
 
 
+@pytest.mark.slow
 def test_batch_size_and_order_change_nothing_but_time(
     tiny: Callable[..., Path], tiny_draft: Callable[..., Path], prompt_files: list[Path]
 ) -> None:
@@ -102,6 +103,7 @@ def test_batch_size_and_order_change_nothing_but_time(
     assert reports[0]["reached"] == reports[1]["reached"]
 
 
+@pytest.mark.slow
 def test_trees_and_sampling_run_through_the_command(
     tiny: Callable[..., Path], tiny_draft: Callable[..., Path], prompt_files: list[Path]
 ) -> None:
@@ -153,6 +155,7 @@ def test_turns_answers_and_the_printed_table(
     assert value["ok"] is True and value["answers"] == 3
 
 
+@pytest.mark.slow
 def test_wrong_output_fails_the_command(
     tiny: Callable[..., Path],
     tiny_draft: Callable[..., Path],

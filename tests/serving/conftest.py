@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from headrace.draft import model as draft_model
+from headrace.draft import shape as draft_shape
 from headrace.draft.checkpoint import save_draft
 from headrace.draft.export import export
 from headrace.draft.serving import EngineName, ExportConfig
@@ -58,24 +60,17 @@ def fitted(target: Target, prompt_ids: list[list[int]]) -> Callable[[str], Path]
 
     @functools.cache
     def make(variant: str) -> Path:
-        settings = {
-            "taps": (2, 15, 27),
-            "new_tokens": NEW,
-            "rounds": 32,
-            "steps": STEPS,
-            "intermediate_size": 512,
-        }
-        settings |= VARIANTS[variant]
-        identity = json.dumps([settings, prompt_ids, target.weights_hash, inspect.getsource(drafts)])
-        folder = (
-            cache_root() / "test-drafts" / f"{variant}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        )
+        variants = {"taps": (2, 15, 27), "intermediate_size": 512, **VARIANTS[variant]}
+        how = drafts.Fitting(new_tokens=NEW, rounds=32, steps=STEPS)
+        code = [inspect.getsource(module) for module in (drafts, draft_model, draft_shape)]
+        identity = json.dumps([variants, str(how), prompt_ids, target.weights_hash, code])
+        name = f"{variant}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        folder = cache_root() / "test-drafts" / name
         if not (folder / "config.json").is_file():
+            model = load_model(target, "float32", "cpu")
             # The last prompt is not trained on: acceptance must not be perfect.
-            draft = drafts.fit_draft(
-                target, load_model(target, "float32", "cpu"), prompt_ids[:-1], **settings
-            )
-            save_draft(folder, draft, target.spec([*settings["taps"]]), {"made for": "tests of serving"})
+            draft = drafts.fit_draft(target, model, prompt_ids[:-1], how=how, **variants)
+            save_draft(folder, draft, target.spec([*variants["taps"]]), {"made for": "tests of serving"})
         return folder
 
     return make

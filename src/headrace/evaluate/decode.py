@@ -27,6 +27,9 @@ class Limits:
     max_new_tokens: int
     stop_ids: frozenset[int]
     """Tokens that end an answer; they are part of it."""
+    room: int = 0
+    """How many slots behind its prompt's end a sequence may touch when drafting: the answer, a verification past its end,
+    and what drafting writes meanwhile."""
 
 
 @dataclass(slots=True)
@@ -56,13 +59,12 @@ def speculate(
     rule: Rule,
     prompts: Sequence[Sequence[int]],
     limits: Limits,
-    room: int,
 ) -> list[Answer]:
-    """Decode B prompts speculatively. ``room`` is how many slots behind the prompt's end a sequence may touch."""
+    """Decode B prompts speculatively."""
     answers = [Answer() for _ in prompts]
-    seen = verifier.begin(prompts, room)
+    seen = verifier.begin(prompts, limits.room)
     roots = rule.choose(seen.logits[:, -1])
-    drafter.begin(prompts, roots, seen.states, room)
+    drafter.begin(prompts, roots, seen.states, limits.room)
     alive = [i for i, root in enumerate(roots.tolist()) if not answers[i].take([root], limits)]
     roots = _keep(alive, len(prompts), roots, verifier, drafter)
     while alive:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -94,9 +94,8 @@ class Offline:
         self.model = load_model(target, config.dtype, config.device)
         self.device = next(self.model.parameters()).device
         self.tokenizer = target.tokenizer if target.has_tokenizer else None
-        self.limits = Limits(config.max_new_tokens, stop_ids(self.model, self.tokenizer))
-        # Behind a prompt: the answer, one verification past its end, and what drafting writes meanwhile.
-        self.room = config.max_new_tokens + max(config.verify_tokens, config.steps * config.topk) + 2
+        room = config.max_new_tokens + max(config.verify_tokens, config.steps * config.topk) + 2
+        self.limits = Limits(config.max_new_tokens, stop_ids(self.model, self.tokenizer), room)
         self._plain = Verifier(self.model, target.num_layers, ())
         self._plain_answers: dict[tuple[tuple[int, ...], ...], tuple[list[Answer], float]] = {}
 
@@ -108,10 +107,10 @@ class Offline:
         drafter = Drafter(draft.model)
         verifier = Verifier(self.model, self.target.num_layers, draft.model.config.taps)
         rule = self._rule()
-        decode = partial(
-            speculate, verifier, drafter, self._drafting(rule), rule, limits=self.limits, room=self.room
-        )
-        decode([[*self.limits.stop_ids, 0, 0, 0][:3]])  # not timed: first calls allocate and compile
+        decode = partial(speculate, verifier, drafter, self._drafting(rule), rule)
+        decode(
+            [[0, 0, 0]], replace(self.limits, max_new_tokens=4)
+        )  # not timed: first calls allocate and compile
         part = Part(prompt_set.name)
         talks = [
             Conversation(p, self._tokenizer_for(prompt_set), chat=self.config.chat)
@@ -171,7 +170,7 @@ class Offline:
 
     def _decode_batch(
         self,
-        decode: Callable[[list[list[int]]], list[Answer]],
+        decode: Callable[[list[list[int]], Limits], list[Answer]],
         rule: Rule,
         batch: list[tuple[Conversation, list[int]]],
         turn: int,
@@ -179,7 +178,7 @@ class Offline:
     ) -> None:
         prompts = [ids for _, ids in batch]
         start = time.perf_counter()
-        answers = decode(prompts)
+        answers = decode(prompts, self.limits)
         part.seconds += time.perf_counter() - start
         plain = self._decode_plainly(prompts, rule, part) if self.config.plain else [None] * len(batch)
         for (talk, ids), answer, truth in zip(batch, answers, plain, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,33 +24,43 @@ from headrace.target import Target
 from headrace.types import FINAL, Tap
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """How long and how fast a drafter is fitted."""
+
+    new_tokens: int = 48
+    """Length of the answers it learns."""
+    rounds: int = 60
+    """Passes over all of them."""
+    steps: int = 3
+    """Test-time-training steps: drafted positions it learns."""
+    rate: float = 1e-3
+    seed: int = 0
+
+
 def fit_draft(
     target: Target,
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
-    *,
     taps: tuple[int, ...],
+    *,
     draft_vocab: int = 0,
-    new_tokens: int = 48,
-    rounds: int = 60,
-    steps: int = 3,
-    rate: float = 1e-3,
-    seed: int = 0,
+    how: Fitting | None = None,
     **changes: Any,
 ) -> Eagle3Draft:
-    """Train a drafter on the greedy answers of ``model`` (the loaded target) to ``prompts``, all in one pack, ``rounds`` times.
+    """Train a drafter on the greedy answers of ``model`` (the loaded target) to ``prompts``, all in one pack.
 
     Its norm weights start scattered around 1: a norm left out or doubled in serving must show. ``draft_vocab`` 0 means the
     full vocabulary; ``changes`` are fields of :class:`DraftConfig`.
     """
-    answers = decode_plainly(
-        Verifier(model, target.num_layers, ()), prompts, Greedy(), Limits(new_tokens, frozenset())
-    )
+    how = how or Fitting()
+    limits = Limits(how.new_tokens, frozenset())
+    answers = decode_plainly(Verifier(model, target.num_layers, ()), prompts, Greedy(), limits)
     rows = [([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
     pack = _pack(model, target, rows, taps)
-    torch.manual_seed(seed)
+    torch.manual_seed(how.seed)
     draft = new_draft(target, taps, _frequent(rows, draft_vocab, target.vocab_size), **changes)
-    _train(draft, pack, rounds, steps, rate)
+    _train(draft, pack, how)
     return draft.eval().requires_grad_(False)
 
 
@@ -68,12 +79,12 @@ def new_draft(target: Target, taps: tuple[int, ...], ids: torch.Tensor, **change
     return draft
 
 
-def _train(draft: Eagle3Draft, pack: Pack, rounds: int, steps: int, rate: float) -> None:
+def _train(draft: Eagle3Draft, pack: Pack, how: Fitting) -> None:
     """Cross-entropy to the answers themselves: they are greedy, so their next token is the target's best."""
     starts, room = pack.layout.starts, pack.layout.room
     known = draft.t2d.long().cumsum(0) - 1  # target id → draft id
     labels, used = [], []
-    for step in range(steps):
+    for step in range(how.steps):
         tokens = pack.ids[(starts + 2 + step).clamp(max=len(pack.ids) - 1)]
         labels.append(known[tokens])
         used.append((room > step) & draft.t2d[tokens])
@@ -81,10 +92,10 @@ def _train(draft: Eagle3Draft, pack: Pack, rounds: int, steps: int, rate: float)
     unroll = Unroll(draft)
     draft.lm_head.weight.requires_grad_(False)
     optimizer = torch.optim.Adam(
-        [p for p in draft.parameters() if p.requires_grad], lr=rate, betas=(0.9, 0.95)
+        [p for p in draft.parameters() if p.requires_grad], lr=how.rate, betas=(0.9, 0.95)
     )
-    for _ in range(rounds):
-        logits = draft.lm_head(unroll(pack, steps)[counted])
+    for _ in range(how.rounds):
+        logits = draft.lm_head(unroll(pack, how.steps)[counted])
         optimizer.zero_grad()
         F.cross_entropy(logits, wanted[counted]).backward()
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)

@@ -46,6 +46,7 @@ check: $(STAMP)
 	$(BIN)/ruff check $(SRC)
 	$(BIN)/ruff format --check $(SRC)
 	$(BIN)/mypy
+	$(BIN)/python tools/make_docs.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SRC)

@@ -33,3 +33,15 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from headrace.testing.models import make_config_only
 
     return make_config_only(tmp_path_factory.mktemp("models") / "config-only")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` skip themselves, with the reason, where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -32,6 +32,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 class Case:
     """A server to start."""
 
+    name: str
     family: str
     taps: tuple[Tap, ...]
     flags: tuple[str, ...] = ()
@@ -40,24 +41,27 @@ class Case:
     writers: int = 1
 
 
-CASES = {
-    # Qwen3 over two replicas: their files must not collide, and both must be used.
-    "qwen3, DP 2": Case("qwen3", (1, 3, 5, FINAL), ("--dp-size=2",), ranks=2, writers=2),
-    # Qwen3-MoE over two tensor-parallel ranks: one of them writes.
-    "qwen3_moe, TP 2": Case(
-        "qwen3_moe", (FINAL, 4, 2), ("--tp-size=2", "--disable-custom-all-reduce"), ranks=2
+CASES = [
+    # Two replicas: their files must not collide, and both must be used.
+    Case("qwen3, DP 2", "qwen3", (1, 3, 5, FINAL), ("--dp-size=2",), ranks=2, writers=2),
+    # Two tensor-parallel ranks: one of them writes.
+    Case(
+        "qwen3_moe, TP 2", "qwen3_moe", (FINAL, 4, 2), ("--tp-size=2", "--disable-custom-all-reduce"), ranks=2
     ),
-    # DeepSeek-V3 (MLA): boundary 2 as the first one, where its EAGLE3 naming would shift all others.
-    "deepseek_v3": Case("deepseek_v3", (2, 3, 5, FINAL), ("--enable-mixed-chunk",)),
-    # Kimi-K2.5: the same language model inside a multimodal class. Text only: the published image processor is code of its own.
-    "kimi_k25": Case(
-        "kimi_k25", (2, 3, 5, FINAL), ('--json-model-override-args={"language_model_only": true}',)
+    # MLA, and boundary 2 as the first one, where DeepSeek's EAGLE3 naming would shift all others.
+    Case("deepseek_v3", "deepseek_v3", (2, 3, 5, FINAL), ("--enable-mixed-chunk",)),
+    # The same language model inside a multimodal class. Text only: the published image processor is code of its own.
+    Case(
+        "kimi_k25",
+        "kimi_k25",
+        (2, 3, 5, FINAL),
+        ('--json-model-override-args={"language_model_only": true}',),
     ),
     # The hooks of older releases, with chunks mixed with decodes.
-    "qwen3, 0.5.20": Case("qwen3", (1, 3, 5, FINAL), ("--enable-mixed-chunk",), release="0.5.20"),
+    Case("qwen3, 0.5.20", "qwen3", (1, 3, 5, FINAL), ("--enable-mixed-chunk",), release="0.5.20"),
     # The final state alone needs no capture of layers, and takes the hooks in every release.
-    "llama, final alone": Case("llama", (FINAL,), ("--disable-overlap-schedule",)),
-}
+    Case("llama, final alone", "llama", (FINAL,), ("--disable-overlap-schedule",)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +69,57 @@ def kimi(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> tuple[Path,
     return make_tiny_kimi(tmp_path_factory.mktemp("kimi"), tokenizer=smollm2)
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
-def case(
+class Starter:
+    """Starts a case's server, and the next one's ahead: one imports while the other is tested."""
+
+    def __init__(self, make: Callable[[Case], ServerProcess], cases: list[Case]) -> None:
+        self._make = make
+        self._cases = cases
+        self._started: dict[str, ServerProcess] = {}
+
+    def get(self, case: Case) -> ServerProcess:
+        """The healthy server of ``case``."""
+        server = self._start(case).wait_healthy()
+        following = self._cases[self._cases.index(case) + 1 :]
+        if following:
+            self._start(following[0])
+        return server
+
+    def _start(self, case: Case) -> ServerProcess:
+        if case.name not in self._started:
+            self._started[case.name] = self._make(case).start()
+        return self._started[case.name]
+
+
+@pytest.fixture(scope="module")
+def starter(
     request: pytest.FixtureRequest,
     make_server: ServerMaker,
     tiny: Callable[[str], Path],
     kimi: tuple[Path, Path],
+) -> Starter:
+    def make(case: Case) -> ServerProcess:
+        model = kimi[0] if case.family == "kimi_k25" else tiny(case.family)
+        taps = ",".join(map(str, case.taps))
+        env = TWO_RANKS if case.ranks > 1 else {}
+        return make_server(model, taps=taps, release=case.release, flags=case.flags, env=env)
+
+    selected = {
+        item.callspec.params["case"].name for item in request.session.items if item.path == request.path
+    }
+    return Starter(make, [case for case in CASES if case.name in selected])
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def case(
+    request: pytest.FixtureRequest, starter: Starter, tiny: Callable[[str], Path], kimi: tuple[Path, Path]
 ) -> Iterator[tuple[Case, ServerProcess, Path, Path]]:
     """The case, its running server, the model it serves and the one transformers runs."""
     case: Case = request.param
     model, truth = kimi if case.family == "kimi_k25" else (tiny(case.family),) * 2
-    taps = ",".join(map(str, case.taps))
-    env = TWO_RANKS if case.ranks > 1 else {}
-    with make_server(model, taps=taps, release=case.release, flags=case.flags, env=env) as server:
-        yield case, server, model, truth
+    server = starter.get(case)
+    yield case, server, model, truth
+    server.stop()
 
 
 def test_every_row_of_every_tap(case: tuple[Case, ServerProcess, Path, Path]) -> None:

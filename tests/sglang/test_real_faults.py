@@ -36,10 +36,10 @@ def reference(model: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def two_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file system with room for ten of the longer captures; an ordinary folder where mounting is refused."""
-    folder = tmp_path_factory.mktemp("two-megabytes")
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+def small_staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system with room for the longest prompt and not for much more; an ordinary folder where mounting is refused."""
+    folder = tmp_path_factory.mktemp("small-staging")
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
     yield folder
     if mounted:
@@ -47,11 +47,11 @@ def two_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(make_server: ServerMaker, model: Path, two_megabytes: Path) -> Iterator[ServerProcess]:
+def server(make_server: ServerMaker, model: Path, small_staging: Path) -> Iterator[ServerProcess]:
     """Overlap off, prefix cache on, and a staging budget a hundred times what the file system holds."""
     flags = ("--disable-overlap-schedule",)
     with make_server(
-        model, taps=TEXT, prefix_cache=True, flags=flags, staging=str(two_megabytes / "staging")
+        model, taps=TEXT, prefix_cache=True, flags=flags, staging=str(small_staging / "staging")
     ) as running:
         yield running
 
@@ -71,7 +71,7 @@ def check(results: list[Any], rows: list[Row], reference: Reference) -> None:
 
 
 class TestConformance(EngineTests):
-    """The suite every engine runs, on the server with two megabytes of staging."""
+    """The suite every engine runs, on the server with four megabytes of staging."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -86,14 +86,14 @@ class TestConformance(EngineTests):
 
 
 def test_more_in_flight_than_the_folder_holds(
-    server: ServerProcess, model: Path, reference: Reference, two_megabytes: Path
+    server: ServerProcess, model: Path, reference: Reference, small_staging: Path
 ) -> None:
     """Captures that meet a full file system are refused with the reason and asked for again; none is lost or torn."""
     rows = mixed_rows(60, longest=400, vocab=40_000, seed=21)
     assert sum(len(row) for row in rows) * 4 * 64 * 4 > 4 << 20
     with connect(model, server, tokens_in_flight=20_000) as engine:
         check(list(engine.capture(iter(rows))), rows, reference)
-    left = [file for file in two_megabytes.rglob("*") if file.suffix in (".part", ".safetensors")]
+    left = [file for file in small_staging.rglob("*") if file.suffix in (".part", ".safetensors")]
     assert left == []
 
 
@@ -120,7 +120,7 @@ for result in engine.capture(iter(mixed_rows(120, longest=300, vocab=40_000, see
 
 
 def test_killed_client_and_the_next_one(
-    server: ServerProcess, model: Path, reference: Reference, two_megabytes: Path
+    server: ServerProcess, model: Path, reference: Reference, small_staging: Path
 ) -> None:
     """kill -9 with sixty requests in flight; the next client finds a clean folder and captures the rest."""
     command = [sys.executable, "-c", CLIENT, str(model), server.url]
@@ -138,7 +138,7 @@ def test_killed_client_and_the_next_one(
     with connect(model, server, tokens_in_flight=3000) as engine:
         check(list(engine.capture(iter(rows))), rows, reference)
     deadline = time.monotonic() + 20
-    while (left := list(two_megabytes.rglob("*.part"))) and time.monotonic() < deadline:
+    while (left := list(small_staging.rglob("*.part"))) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == [], "half-written captures of the killed client stay"
 

@@ -146,6 +146,7 @@ ServerMaker = Callable[..., ServerProcess]
 SGLANG_ON_CPU = (
     "--max-total-tokens=8192", "--context-length=2048", "--mem-fraction-static=0.3", "--max-running-requests=16",
     "--chunked-prefill-size=64",
+    "--sleep-on-idle",
 )  # fmt: skip
 """SGLang's flags for a small model in a test; the platform of :mod:`headrace.testing.sglang_cpu` supplies the rest."""
 

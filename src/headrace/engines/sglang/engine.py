@@ -24,7 +24,7 @@ _FORWARDS = 4
 _LEAST_FORWARD = 8192
 # What may change a number; everything else a server says about itself is for the doctor.
 _SETTINGS = (
-    "tp_size", "ep_size", "enable_dp_attention", "chunked_prefill_size", "enable_mixed_chunk", "disable_radix_cache",
+    "tp_size", "ep_size", "enable_dp_attention", "chunked_prefill_size", "enable_mixed_chunk",
     "quantization", "kv_cache_dtype", "attention_backend", "disable_cuda_graph", "device", "torch",
 )  # fmt: skip
 

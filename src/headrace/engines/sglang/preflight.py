@@ -168,10 +168,12 @@ def _staging(link: Link, server: Server) -> Check:
     assert server.facts is not None
     facts, spec = server.facts, link.spec
     free = shutil.disk_usage(link.staging.join(facts)).free
-    context = int(facts.settings.get("context_length") or 0)
-    need = context * spec.bytes_per_token
-    value = f"{facts.staging_bytes / 1e9:.2f} GB for captures, {free / 1e9:.2f} GB free, {spec.bytes_per_token:,} bytes a token"
-    enough = free + server.staging_used >= min(facts.staging_bytes, 64 << 20) and facts.staging_bytes >= need
+    need = int(facts.settings.get("context_length") or 0) * (spec.bytes_per_token + 64)
+    value = (
+        f"{facts.staging_bytes / 1e9:.2f} GB for captures, {free / 1e9:.2f} GB free; the longest prompt takes {need / 1e9:.3f} GB, "
+        f"{spec.bytes_per_token:,} bytes a token"
+    )
+    enough = min(facts.staging_bytes, free + server.staging_used) >= max(need, spec.bytes_per_token)
     return Check("staging", enough, value, "raise --staging-bytes, or put --staging where there is space")
 
 

@@ -10,13 +10,12 @@ SRC    := src tests bench tools
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup model quickstart test test-fast test-engines envs check format docs bench clean
+.PHONY: help setup model quickstart test test-fast test-engines envs check format bench clean
 help:
 	@echo "make quickstart   conversations to a measured drafter on a real model (12 minutes on 2 cores)"
 	@echo "make test         every test, real SGLang and vLLM included"
 	@echo "make test-fast    tests of a few seconds only"
 	@echo "make check        ruff, format, types, docs"
-	@echo "make docs         the documentation site, into site/"
 	@echo "make bench        every benchmark that this machine can run"
 
 setup: $(STAMP)

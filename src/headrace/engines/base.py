@@ -120,7 +120,9 @@ def engine_class(name: str) -> type[Engine]:
     return engine
 
 
-def open_engine(name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None) -> Engine:
+def open_engine(
+    name: str, target: Target, spec: CaptureSpec, options: dict[str, Any] | None = None
+) -> Engine:
     """Open the engine registered as ``name`` with its own options.
 
     Raises ConfigError for an unknown name, two packages claiming one name, or options the engine does not have.

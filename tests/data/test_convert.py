@@ -29,7 +29,8 @@ def convert(records: list[Any], template: str | None = None, **options: Any) -> 
 
 
 def rows(converted: Converted) -> list[dict[str, Any]]:
-    return converted.rows.to_pylist()
+    found: list[dict[str, Any]] = converted.rows.to_pylist()
+    return found
 
 
 def base(number: int = 0) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_anchors_find_what_encoding_every_prefix_finds(
     bench, talk = benches[name], talk_of(texts)
     anchors = bench.template.anchors
     assert anchors is not None
-    rows = []
+    rows: list[Any] = []
     for with_anchors in (anchors, None):
         bench.template.anchors = with_anchors
         try:

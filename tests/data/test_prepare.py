@@ -59,7 +59,8 @@ class Desk:
         return RowFolder.open(self.folder / out)
 
     def dropped(self, out: str = "rows") -> list[dict[str, Any]]:
-        return pq.read_table(self.folder / out / "dropped.parquet").to_pylist()
+        found: list[dict[str, Any]] = pq.read_table(self.folder / out / "dropped.parquet").to_pylist()
+        return found
 
     def bytes(self, out: str = "rows") -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in sorted((self.folder / out).iterdir())}
@@ -224,7 +225,7 @@ def test_dp_46_equal_inputs_are_reused_and_any_change_rebuilds(desk: Desk) -> No
     file = write(desk.folder / "a.jsonl", [base(n) for n in range(20)])
     assert not desk.prepare(file)["reused"]
     assert desk.prepare(file)["reused"]
-    changed = [
+    changed: list[dict[str, Any]] = [
         {"template": PLAIN.replace("{{ m.content }}", "{{ m.content }}!")},
         {"template": WITH_BOS},
         {"max_length": 17},

@@ -190,17 +190,28 @@ def test_dp_32_users_may_say_nothing_but_not_null() -> None:
         read({"messages": [user(None), assistant("a")]})
 
 
+def tools_of(record: dict[str, Any]) -> Any:
+    return read({"messages": BASE, **record}).tools
+
+
 def test_dp_35_tools_in_every_spelling() -> None:
-    reader = RecordReader()
     tools = [{"type": "function", "function": {"name": "f"}}]
     for spelling in (tools, json.dumps(tools), [json.dumps(tools[0])], [{"name": "f"}]):
-        assert reader.read({"messages": BASE, "tools": spelling}).tools == tools
-    assert reader.read({"messages": BASE, "functions": [{"name": "f"}]}).tools == tools
-    for nothing in (None, [], "", "[]", {}):
-        assert reader.read({"messages": BASE, "tools": nothing}).tools is None
+        assert tools_of({"tools": spelling}) == tools
+    assert tools_of({"functions": [{"name": "f"}]}) == tools
+    nothings: list[dict[str, Any]] = [
+        {"tools": None},
+        {"tools": []},
+        {"tools": ""},
+        {"tools": "[]"},
+        {"tools": {}},
+        {},
+    ]
+    for nothing in nothings:
+        assert tools_of(nothing) is None
     for wrong in (7, "not json", ["not json"], {"name": "f"}, [7]):
         with pytest.raises(Bad, match="bad_tools"):
-            reader.read({"messages": BASE, "tools": wrong})
+            tools_of({"tools": wrong})
 
 
 def test_dp_35_tools_are_in_the_ids() -> None:

@@ -376,7 +376,11 @@ def test_kill_9_and_run_again(desk: Desk) -> None:
 
 
 def test_the_cost_limit_holds_with_requests_in_flight(desk: Desk) -> None:
-    with ScriptedApi(lambda b, n: (time.sleep(0.02), {**echo(b, n), "usage": {"cost": 0.01}})[1]) as api:
+    def priced(body: dict[str, Any], number: int) -> Any:
+        time.sleep(0.02)
+        return {**echo(body, number), "usage": {"cost": 0.01}}
+
+    with ScriptedApi(priced) as api:
         with pytest.raises(IncompleteError, match=r"cost limit of \$0\.1 is reached"):
             desk.run(api, questions(100), max_cost=0.1)
         spent = sum(line["generation"]["usage"]["cost"] for line in desk.lines())

@@ -48,7 +48,7 @@ def test_rows_are_on_policy_to_the_token(server: ServerProcess, smollm2: Path, t
         {"id": "two", "messages": [user("What is 2+2?"), assistant("x"), user("Why?"), assistant("x")]}
     )
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    options = {
+    options: dict[str, Any] = {
         "files": [str(tmp_path / "in.jsonl")],
         "out": tmp_path / "answers.jsonl",
         "url": server.url + "/v1",

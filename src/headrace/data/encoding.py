@@ -150,7 +150,7 @@ class Anchors:
         for match in pattern.finditer(text):
             names.append(match.group())
             ends.append(match.end())
-        places = np.flatnonzero(self._lookup[np.minimum(ids, len(self._lookup) - 1)])
+        places = np.flatnonzero(self._lookup.take(ids, mode="clip"))
         if ids[places].tolist() != [self._control.ids[name] for name in names]:
             return None
         return AnchoredPlaces(ids, places.tolist(), names, ends, self)

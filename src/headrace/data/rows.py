@@ -39,6 +39,8 @@ from headrace.errors import CorruptError, InputError
 from headrace.files import FULL_ERRNOS, read_json, write_json
 from headrace.types import Row, row_key
 
+__all__ = ["FORMAT", "KIND", "SPLITS", "Facts", "RowFolder", "RowWriter"]
+
 KIND = "headrace.rows"
 FORMAT = 1
 SPLITS = ("train", "validation")

@@ -111,13 +111,13 @@ class Runs:
             self._seal()
 
     def _seal(self) -> None:
-        table, dropped = self._open_tables()
+        table = self._open_rows()
         rows_file = self.folder / f"run-{len(self._sealed):06d}.parquet"
         dropped_file = rows_file.with_suffix(".dropped.parquet")
         with pq.ParquetWriter(rows_file, WORK_SCHEMA, compression="zstd", compression_level=1) as writer:
             for start, stop in _bounds(table["tokens"].to_numpy(), _GROUP_TOKENS):
                 writer.write_table(table.slice(start, stop - start))
-        pq.write_table(dropped, dropped_file, compression="zstd")
+        pq.write_table(self._open_dropped(), dropped_file, compression="zstd")
         write_json(
             rows_file.with_suffix(".json"),
             {
@@ -131,11 +131,14 @@ class Runs:
         self._open, self._open_tokens, self._open_drops = [], 0, 0
         self._opened = time.monotonic()
 
-    def _open_tables(self) -> tuple[pa.Table, pa.Table]:
-        """(rows in shuffled order, dropped in input order) of what is in memory."""
+    def _open_rows(self) -> pa.Table:
+        """The rows in memory, in shuffled order."""
         rows = pa.concat_tables([p.rows for p in self._open] or [WORK_SCHEMA.empty_table()])
-        dropped = pa.concat_tables([p.dropped for p in self._open] or [DROPPED_SCHEMA.empty_table()])
-        return rows.take(pc.sort_indices(rows, sort_keys=_SORT)), dropped
+        return rows.take(pc.sort_indices(rows, sort_keys=_SORT))
+
+    def _open_dropped(self) -> pa.Table:
+        """What was left out since the last sealed run, in input order."""
+        return pa.concat_tables([p.dropped for p in self._open] or [DROPPED_SCHEMA.empty_table()])
 
     # --- the merge --------------------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class Runs:
         """What was left out so far, in input order."""
         for file in self._sealed:
             yield pq.read_table(file.with_suffix(".dropped.parquet"), schema=DROPPED_SCHEMA)
-        yield self._open_tables()[1]
+        yield self._open_dropped()
 
     def numbers(self, name: str) -> np.ndarray:
         """One numeric column of all rows, in no order that means anything."""
@@ -154,13 +157,15 @@ class Runs:
     def merged(self) -> Iterator[pa.Table]:
         """All rows in the order of the shuffle, window by window; equal keys lie side by side in one window."""
         readers: list[_RunReader] = [_FileRun(file) for file in self._sealed]
-        readers.append(_RunReader(iter([self._open_tables()[0]])))
+        readers.append(_RunReader(iter([self._open_rows()])))
         self._open = []
         windows = max(1, -(-self.tally.tokens // WINDOW_TOKENS))
         for window in range(1, windows + 1):
             bound = _SPAN * window // windows
             parts = [part for reader in readers for part in reader.below(bound)]
-            if parts:
+            if len(parts) == 1:  # a portion of one run is in order
+                yield parts[0]
+            elif parts:
                 table = pa.concat_tables(parts).combine_chunks()
                 yield table.take(pc.sort_indices(table, sort_keys=_SORT))
 

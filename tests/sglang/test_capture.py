@@ -187,6 +187,16 @@ def test_offsets_follow_computed_rows_not_prompts(engine: Engine) -> None:
     assert reply.refusal.kind == "rows_missing" and "0 to 10" in reply.refusal.message
 
 
+def test_prefilled_again_from_the_start_half_way(engine: Engine) -> None:
+    """Thrown out after its first chunk and begun anew: only the rows still lacking are taken, from where they lie now."""
+    req = Req("a", prompt(random.Random(12), 100), wish())
+    other = Req("b", prompt(random.Random(13), 30), wish())
+    engine.forward([(req, 0, 50)])
+    engine.forward([(other, 0, 30), (req, 0, 100)])
+    check(engine, req, engine.capturer.reply("a", aborted=False))
+    check(engine, other, engine.capturer.reply("b", aborted=False))
+
+
 def test_equal_prompts_and_shared_prefixes_stay_apart(engine: Engine) -> None:
     """EX-02: eight at once, of lengths 3, 50, 7, 1, 120, 8, 8, 33."""
     rng = random.Random(3)

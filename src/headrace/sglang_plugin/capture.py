@@ -245,7 +245,8 @@ class Capturer:
         gathered = torch.empty(host_states.shape, dtype=host_states.dtype, device=device)
         ids = torch.empty(host_ids.shape, dtype=torch.int64, device=device)
         _gather(computed, runs, gathered, ids)
-        ready, copied = module.Event(), module.Event()
+        # Writers wait for the copy, and so for the whole forward before it: blocking, or each would spin on a core meanwhile.
+        ready, copied = module.Event(), module.Event(blocking=True)
         ready.record()
         self._stream.wait_event(ready)
         with module.stream(self._stream):

@@ -23,7 +23,6 @@ class Block:
     data: torch.Tensor
     start: int
     stop: int
-    free: bool = False
 
 
 class HostRing:
@@ -52,9 +51,7 @@ class HostRing:
     def give_back(self, block: Block) -> None:
         """The block's memory may be handed out again."""
         with self._changed:
-            block.free = True
-            while self._blocks and self._blocks[0].free:
-                self._blocks.popleft()
+            self._blocks.remove(block)
             self._changed.notify_all()
 
     def _place(self, room: int) -> int | None:

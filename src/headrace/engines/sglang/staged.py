@@ -7,6 +7,7 @@ import fcntl
 import os
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from headrace.sglang_plugin.protocol import Facts, Staged, taps_to_text
 from headrace.sglang_plugin.stagedfile import StagedFileError, read_staged
 from headrace.sglang_plugin.staging import lock_alive
 from headrace.types import Capture, CaptureSpec, Row
+
+if TYPE_CHECKING:
+    import torch
 
 _CLIENTS = "clients"
 
@@ -116,14 +120,14 @@ def check_ids(ids: np.ndarray, row: Row) -> None:
         raise Rejected("ids_differ", message, retryable=False)
 
 
-def check_finite(states: object, spec: CaptureSpec) -> None:
+def check_finite(states: torch.Tensor, spec: CaptureSpec) -> None:
     """Raise Rejected, naming tap and position, when a state is NaN or infinite."""
     import torch
 
-    assert isinstance(states, torch.Tensor)
-    finite = torch.isfinite(states)
-    if not bool(finite.all()):
-        tap, position, _ = (int(x) for x in (~finite).nonzero()[0])
+    # NaN and infinity both survive a minimum and maximum, which takes a fortieth of the time of looking at each value.
+    extremes = torch.stack(torch.aminmax(states))
+    if not bool(torch.isfinite(extremes).all()):
+        tap, position, _ = (int(x) for x in (~torch.isfinite(states)).nonzero()[0])
         raise Rejected("non_finite", f"tap {spec.taps[tap]} holds a non-finite value at position {position}")
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.sglang_plugin import compat
 from headrace.sglang_plugin.plugin import Plugin
 from headrace.sglang_plugin.protocol import (
     KEY,
@@ -85,50 +83,3 @@ def test_releases_compare() -> None:
     assert release("0.5.15.post1") == (0, 5, 15)
     assert release("0.5.23+cu130") == (0, 5, 23)
     assert release("0.5.9") < release("0.5.17") < release("0.6")
-
-
-class Parallel(SimpleNamespace):
-    """Sizes and ranks of a server that is not parallel, until changed."""
-
-    def __init__(self, **changes: int) -> None:
-        super().__init__(**{"pp_size": 1, "attn_tp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0, **changes})
-
-
-def scheduler(**changes: Any) -> SimpleNamespace:
-    found = {
-        "server_args": SimpleNamespace(dp_size=1, enable_two_batch_overlap=changes.pop("tbo", False)),
-        "disaggregation_mode": SimpleNamespace(value="null"),
-        "spec_algorithm": SimpleNamespace(is_none=lambda: not changes.get("draft")),
-        "is_generation": True,
-    }
-    return SimpleNamespace(**{**found, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "parallel", "reason"),
-    [
-        ({}, {}, None),
-        ({}, {"pp_size": 2}, "pipeline"),
-        ({"disaggregation_mode": SimpleNamespace(value="prefill")}, {}, "disaggregation"),
-        ({"tbo": True}, {}, "two-batch"),
-        ({"draft": True}, {}, "speculative"),
-        ({"is_generation": False}, {}, "embedding"),
-    ],
-)
-def test_obstacles_are_named(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], parallel: dict[str, int], reason: str | None
-) -> None:
-    monkeypatch.setattr(compat, "_parallel", lambda: Parallel(**parallel))
-    found = compat.obstacles(scheduler(**changes))
-    assert found == [] if reason is None else len(found) == 1 and reason in found[0]
-
-
-def test_ranks_are_numbered_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas, and attention groups inside each: no two that answer requests share a folder."""
-    seen = set()
-    for replica in range(3):
-        for group in range(4):
-            parallel = Parallel(dp_rank=replica, attn_dp_size=4, attn_dp_rank=group)
-            monkeypatch.setattr(compat, "_parallel", lambda parallel=parallel: parallel)
-            seen.add(compat.rank(scheduler()))
-    assert seen == set(range(12))

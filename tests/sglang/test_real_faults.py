@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from headrace.cli import main
+from headrace.data.rows import RowWriter
 from headrace.engines import Engine, open_engine
+from headrace.store import Store
 from headrace.target import Target
 from headrace.testing.engine import EngineTests, Reference, mixed_rows, row_error, transformers_reference
 from headrace.testing.servers import ServerMaker, ServerProcess
@@ -106,41 +110,84 @@ def test_same_prefixes_with_the_cache_on(server: ServerProcess, model: Path, ref
             check(list(engine.capture(iter([row]))), [row], reference)
 
 
-CLIENT = """
-import sys
-from headrace.engines import open_engine
-from headrace.target import Target
-from headrace.testing.engine import mixed_rows
-target = Target.open(sys.argv[1])
-spec = target.spec([2, 3, 5, "final"], dtype="float32")
-engine = open_engine("sglang", target, spec, {"url": [sys.argv[2]], "tokens_in_flight": 20000})
-for result in engine.capture(iter(mixed_rows(120, longest=300, vocab=40_000, seed=31))):
-    print(result.key, flush=True)
-"""
-
-
-def test_killed_client_and_the_next_one(
-    server: ServerProcess, model: Path, reference: Reference, small_staging: Path
+def test_killed_extraction_goes_on(
+    server: ServerProcess, model: Path, reference: Reference, small_staging: Path, tmp_path: Path
 ) -> None:
-    """kill -9 with sixty requests in flight; the next client finds a clean folder and captures the rest."""
-    command = [sys.executable, "-c", CLIENT, str(model), server.url]
-    client = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    """kill -9 of ``headrace extract`` with requests in flight; the same command again finds a clean folder and ends complete."""
+    rows = mixed_rows(150, longest=300, vocab=40_000, seed=31)
+    with RowWriter(tmp_path / "rows") as writer:
+        for row in rows:
+            writer.add(row)
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "extract",
+        str(tmp_path / "rows"),
+        "--model",
+        str(model),
+        "--out",
+        str(store),
+    ]
+    command += [
+        "--taps",
+        TEXT,
+        "--dtype",
+        "float32",
+        "--codec",
+        "raw",
+        "--engine",
+        "sglang",
+        "--url",
+        server.url,
+    ]
+    command += ["--seal-minutes", "0.005", "--engine-options", "tokens_in_flight=2000", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "wb") as log:
+        first = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + 200
+        while (
+            not list(store.glob("shards/*.safetensors"))
+            and first.poll() is None
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        assert first.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert again.returncode == 0, again.stderr[-3000:]
+    result = json.loads(again.stdout)
+    assert 0 < result["captures"] <= len(rows) and result["stored"] == len(rows), result
+    captured = Store.open(store)
+    assert sorted(captured.keys()) == sorted(row.key for row in rows)
+    for row in rows:
+        assert row_error(captured[row.key].states, reference(row)) <= TOLERANCE
+    left = [file for file in small_staging.rglob("*") if file.suffix in (".part", ".safetensors")]
+    assert left == [], "what the killed client left stays"
+
+
+def test_extraction_refuses_a_server_that_fails_a_check(
+    server: ServerProcess, model: Path, tmp_path: Path
+) -> None:
+    with RowWriter(tmp_path / "rows") as writer:
+        writer.add(Row.make([5, 6, 7], [True] * 3))
+    arguments = [
+        "extract",
+        str(tmp_path / "rows"),
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "store"),
+        "--taps",
+        "2,4,final",
+    ]
+    assert (
+        main([*arguments, "--dtype", "float32", "--codec", "raw", "--engine", "sglang", "--url", server.url])
+        == 3
     )
-    assert client.stdout is not None
-    done = {client.stdout.readline().strip() for _ in range(8)}
-    os.kill(client.pid, signal.SIGKILL)
-    done |= {line.strip() for line in client.stdout if line.endswith("\n")}
-    client.wait()
-    client.stdout.close()
-    rows = [row for row in mixed_rows(120, longest=300, vocab=40_000, seed=31) if row.key not in done]
-    assert len(rows) > 20, "the client was killed too late for the test to test anything"
-    with connect(model, server, tokens_in_flight=3000) as engine:
-        check(list(engine.capture(iter(rows))), rows, reference)
-    deadline = time.monotonic() + 20
-    while (left := list(small_staging.rglob("*.part"))) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == [], "half-written captures of the killed client stay"
+    assert not list(tmp_path.glob("store/shards/*"))
 
 
 def test_killed_server_and_back(

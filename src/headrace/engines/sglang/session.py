@@ -83,6 +83,7 @@ class Session:
         self._free = asyncio.Condition()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="headrace-reader")
         self._main: asyncio.Task[None] | None = None
+        self._client: httpx.AsyncClient
         self._thread = threading.Thread(target=self._run, name="headrace-sglang", daemon=True)
         self._thread.start()
         self._feed = RowFeed(rows, link.budget, self._pulled, self._ended)

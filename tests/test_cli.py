@@ -33,14 +33,14 @@ def test_version_and_help() -> None:
 
 
 def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
-    """Under a second and without torch, pyarrow or transformers imported, measured inside one fresh interpreter each."""
+    """Under a second of processor time (the machine may be busy) and nothing heavy imported, in a fresh interpreter each."""
     code = (
-        "import sys, time; t = time.perf_counter()\n"
+        "import sys, time; t = time.process_time()\n"
         "from headrace.cli import main\n"
         "try: main([sys.argv[1], '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = [m for m in ('torch', 'transformers', 'pyarrow', 'matplotlib') if m in sys.modules]\n"
-        "print('\\n@', time.perf_counter() - t, heavy)"
+        "print('\\n@', time.process_time() - t, heavy)"
     )
     for name in COMMANDS:
         best = 99.0

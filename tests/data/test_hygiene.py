@@ -56,6 +56,21 @@ def test_near_duplicates_keep_the_first_of_a_group() -> None:
     assert near.like("tokens", b"") is None
 
 
+def test_candidates_below_the_threshold_stay() -> None:
+    rng = np.random.default_rng(0)
+    decided = {True: 0, False: 0}
+    for number in range(150):
+        first = varied(number)
+        second = [word if rng.random() > 0.045 else "x" for word in first]
+        near = NearDuplicates(0.7)
+        sketches = [np.frombuffer(signature(talk(words)), "<u4") for words in (first, second)]
+        near.like("a", sketches[0].tobytes())
+        dropped = near.like("b", sketches[1].tobytes()) is not None
+        assert not dropped or float((sketches[0] == sketches[1]).mean()) >= 0.7
+        decided[dropped] += 1
+    assert min(decided.values()) > 20
+
+
 def test_system_prompts_make_nothing_alike() -> None:
     system = {"role": "system", "content": " ".join(varied(9) * 3)}
     near = NearDuplicates(0.5)

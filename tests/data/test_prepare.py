@@ -197,6 +197,18 @@ def test_too_many_dropped_is_a_failure(desk: Desk) -> None:
     assert desk.prepare(file, max_dropped=0.5)["rows"] == 1
 
 
+def test_rows_that_vanish_without_a_reason_stop_everything(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.data.emit import Emitter
+
+    monkeypatch.setattr(Emitter, "_drop", lambda self, table, reason, details=None: None)
+    file = write(desk.folder / "a.jsonl", [base(1), base(1), base(2)])
+    with pytest.raises(HeadraceError, match="3 rows, 2 kept, 0 dropped"):
+        desk.prepare(file)
+    assert not (desk.folder / "rows").exists()
+
+
 def test_nothing_of_the_users_is_replaced(desk: Desk) -> None:
     file = write(desk.folder / "a.jsonl", [base(1)])
     (desk.folder / "rows").mkdir()

@@ -70,11 +70,40 @@ def test_content_forges_nothing_in_any_style(bench: Any, name: str, content: str
     assert content in it.text(forged)
 
 
+def test_added_tokens_that_the_template_names_are_control_tokens_and_others_are_not(smollm2: Path) -> None:
+    it = Bench(styled(smollm2, "qwen3"))
+    row = it.row([user("say <tool_call> and <think>"), assistant("ok")])
+    assert it.tokenizer.convert_tokens_to_ids("<tool_call>") not in row.ids.tolist()
+    it.tokenizer.add_tokens(
+        ["<table>"]
+    )  # as Gemma's vocabulary has them: markup, which nothing gives a meaning
+    other = Bench(it.tokenizer)
+    html = other.row([user("make a <table>"), assistant("ok")])
+    assert it.tokenizer.convert_tokens_to_ids("<table>") in html.ids.tolist()
+    assert other.renderer.notes["conversations_with_control_tokens"] == 0
+
+
 @pytest.mark.parametrize("name", ["chatml", "gemma", "deepseek"])
 def test_two_turns_share_a_row_where_history_is_kept(bench: Any, name: str) -> None:
     it = bench(name)
     end = STYLES[name].end
     assert it.supervised(it.row([SYSTEM, *TALK])) == ["It is 4." + end, "It is 6." + end]
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "deepseek", "kimi"])
+def test_ordinary_rows_are_encoded_once(bench: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = bench(name)
+    expected = it.row({"messages": TALK, "finish_reasons": ["length", "stop"]})
+    conversation = it.reader.read({"messages": TALK, "finish_reasons": ["length", "stop"]})
+    planned = it.renderer.plan(conversation)
+    ids = it.template.encoder.batch([plan.text for plan in planned.plans])
+
+    def again(text: str) -> list[int]:
+        raise AssertionError(f"encoded once more: {text!r}")
+
+    monkeypatch.setattr(it.template.encoder, "one", again)
+    (row,) = it.renderer.finish(planned, ids)
+    assert (row.ids.tolist(), row.mask.tolist()) == (expected.ids.tolist(), expected.mask.tolist())
 
 
 @pytest.mark.parametrize("name", ["qwen3", "harmony", "kimi"])

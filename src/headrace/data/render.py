@@ -188,7 +188,7 @@ class Renderer:
         plans = [Plan(turns[-1].text, [turns[-1]])]
         for turn in reversed(turns[:-1]):
             text = plans[0].text
-            if text.startswith(turn.text[: self._end(turn)[1]]) and text.startswith(turn.prompt):
+            if text.startswith(turn.text[: self._end(turn)[1]]):
                 plans[0].turns.insert(0, turn)
             else:
                 self._rewritten()

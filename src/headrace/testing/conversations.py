@@ -45,7 +45,7 @@ class Bench:
     """A tokenizer with its template and policy: records in, rows out, and what was noted on the way."""
 
     def __init__(self, tokenizer: Any = None, date: str = "", **policy: Any) -> None:
-        self.tokenizer = ToyTokenizer(PLAIN) if tokenizer is None else tokenizer
+        self.tokenizer: Any = ToyTokenizer(PLAIN) if tokenizer is None else tokenizer
         self.template = ChatTemplate(self.tokenizer, date)
         self.reader = RecordReader()
         self.renderer = Renderer(self.template, RenderPolicy(**policy))

@@ -32,7 +32,7 @@ RELEASE = "0.5.23"
 TAPS = "2,15,27,final"
 FLAGS = (
     "--max-total-tokens=16384", "--context-length=2048", "--mem-fraction-static=0.3", "--max-running-requests=32",
-    "--chunked-prefill-size=1024",
+    "--chunked-prefill-size=1024", "--sleep-on-idle",  # an idle scheduler would spin on a core that the other needs
 )  # fmt: skip
 LEAST_SHARE = 0.95
 

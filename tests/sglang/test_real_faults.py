@@ -204,8 +204,13 @@ def test_killed_server_and_back(
 
     def feed() -> Iterator[Row]:
         for place, row in enumerate(rows):
-            if place == 60:  # by now the other one has answered alone; wait for the killed one to come back
+            if (
+                place == 60
+            ):  # by now the other one has answered alone; wait until the killed one is back and seen
                 again.wait_healthy()
+                deadline = time.monotonic() + 30
+                while engine.gauges()["servers_up"] < 2 and time.monotonic() < deadline:
+                    time.sleep(0.1)
             sent.append(row)
             yield row
 

@@ -6,6 +6,7 @@ turns them into bfloat16 safetensors with the tokenizer and chat template beside
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -84,6 +85,8 @@ def _download_gguf(work: Path) -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
+    if not sys.stderr.isatty():  # bars drawn over and over fill a log file; read when tqdm is first imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -108,3 +111,7 @@ def _convert(gguf: Path, out: Path) -> None:
     model.save_pretrained(out)
     tokenizer.clean_up_tokenization_spaces = False  # a WordPiece habit that would eat spaces of this BPE
     tokenizer.save_pretrained(out)
+    # transformers 5 writes a class name of its own, which transformers 4 does not know; this one both know.
+    config = out / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))

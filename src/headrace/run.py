@@ -117,7 +117,7 @@ def summarize(recipe: Recipe, results: dict[str, dict[str, Any]], seconds: float
         }
     if "verify" in results:
         report["verify_ok"] = results["verify"]["verify_ok"]
-    if "train" in results:
+    if "val_accuracy" in results.get("train", {}):  # an added method may have no such figure
         report["val_accuracy"] = results["train"]["val_accuracy"]
         report["val_acceptance_length"] = results["train"]["val_acceptance_length"]
     if "evaluate" in results:
@@ -160,6 +160,15 @@ def closing_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "acceptance length",
                 f"{report['acceptance_length']:.3f} measured, against 1.0 without a drafter; {same}",
+            )
+        )
+    speed = stages.get("evaluate", {}).get("drafts", [{}])[0].get("all", {})
+    if speed.get("speedup"):
+        plain = speed["tokens_per_second"] / speed["speedup"]
+        rows.append(
+            (
+                "decoding",
+                f"{speed['tokens_per_second']:.0f} tokens/s speculative, {plain:.0f} plain ({speed['speedup']:.2f}x)",
             )
         )
     rows.append(

@@ -50,7 +50,12 @@ class Output:
 
         body = [[str(cell) for cell in row] for row in rows]
         table = Table(
-            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            show_header=any(columns),
         )
         for index, column in enumerate(columns):
             numeric = bool(body) and all(

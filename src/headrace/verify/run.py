@@ -93,8 +93,10 @@ class Verification:
             options = session.config.engine_options
             with Reference.open(session.config.engine, session.target, spec, options) as reference:
                 sampler = Sampler(session, reference, self.journal)
+                budget = session.config.budget_tokens
+                limit = f", at most {budget:,} tokens" if budget else ""
                 session.say(
-                    f"re-extracting {len(planned):,} of {len(session.store):,} captures with {reference.engine.info.name}"
+                    f"re-extracting a sample of {len(planned):,} of {len(session.store):,} captures{limit} with {reference.engine.info.name}"
                 )
                 sampler.run(planned)
                 named = {fault.code for fault in faults}

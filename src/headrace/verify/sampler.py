@@ -45,11 +45,13 @@ class Sampler:
         todo = [key for key in planned if key not in self.journal.records]
         if self.journal.noise is None and todo:
             todo = self._measure_noise(todo)
+        entry = self.session.store.entry
+        total = self.session.clock.affordable(entry(key).tokens for key in todo)
         try:
             with self.session.watch("re-extracting", bytes_unit=False) as update:
                 for done, capture in enumerate(self.reference.captures(self._rows(todo)), 1):
                     self._judge(capture)
-                    update(done, len(todo))
+                    update(done, max(done, total))
         finally:
             self._write()
 

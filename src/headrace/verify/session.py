@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -42,6 +42,18 @@ class Clock:
     def half_over(self) -> bool:
         """Half of the time is gone: reading stops, so that re-extraction has the other half."""
         return bool(self._minutes) and self.seconds >= 30 * self._minutes
+
+    def affordable(self, lengths: Iterable[int]) -> int:
+        """How many captures of these lengths the budget of tokens pays for (the last may overdraw it)."""
+        if not self._tokens:
+            return sum(1 for _ in lengths)
+        left, count = self._tokens - self.spent, 0
+        for length in lengths:
+            if left <= 0:
+                break
+            left -= length
+            count += 1
+        return count
 
     @property
     def over(self) -> bool:

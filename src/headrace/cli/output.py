@@ -70,7 +70,8 @@ class Output:
     def error(self, error: HeadraceError) -> None:
         """Remember the error that ends the command, and say it on stderr as one sentence."""
         self._error = error
-        sys.stderr.write(f"headrace: {error}\n")
+        text = str(error)
+        sys.stderr.write(f"{text}\n" if text.startswith("headrace ") else f"headrace: {text}\n")
 
     def finish(self) -> None:
         """In JSON mode, write the one object: the result, ``ok``, and the error if there was one."""

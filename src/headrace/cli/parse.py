@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -39,9 +40,23 @@ def parse(model: type[SectionT], command: str, summary: str, args: list[str]) ->
         parsed = settings(_cli_parse_args=args, **defaults)
         return model.model_validate({name: getattr(parsed, name) for name in parsed.model_fields_set})
     except ValidationError as exc:
-        raise ConfigError(f"{where}: {explain(exc)}. See headrace {command} --help") from exc
+        raise ConfigError(f"{where}: {explain(exc)}; see headrace {command} --help") from exc
     except SettingsError as exc:
-        raise ConfigError(f"{where}: {str(exc).splitlines()[0]}. See headrace {command} --help") from exc
+        said = str(exc).splitlines()[0].removeprefix("error parsing CLI: ")
+        raise ConfigError(f"{where}: {said}{_meant(said, model)}; see headrace {command} --help") from exc
+
+
+def _meant(said: str, model: type[Section]) -> str:
+    """What was probably meant by an option that argparse does not know."""
+    unknown = said.removeprefix("unrecognized arguments:").split()
+    known = {name.replace("_", "-"): info for name, info in model.model_fields.items()}
+    for word in (word[2:].split("=")[0] for word in unknown if word.startswith("--")):
+        for close in difflib.get_close_matches(word, known, n=1):
+            positional = _POSITIONAL in known[close].metadata
+            return (
+                f"; {close.upper()} stands without --{close}" if positional else f"; did you mean --{close}?"
+            )
+    return ""
 
 
 def _split_dashes(args: list[str]) -> tuple[list[str], list[str]]:
@@ -86,6 +101,7 @@ def _settings_class(model: type[Section], command: str, summary: str, defaults: 
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
+        cli_exit_on_error=False,
         nested_model_default_partial_update=True,
         extra="forbid",
         frozen=True,

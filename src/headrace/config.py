@@ -22,7 +22,11 @@ class Section(BaseModel):
     """Field that takes what follows ``--`` on the command line, for commands that start another program."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        hide_input_in_errors=True,  # a refused value may be a URL with a password in it
     )
 
 

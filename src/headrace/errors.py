@@ -8,6 +8,7 @@
     ├── PreflightError                 exit 3   a check before the work refused it
     ├── StoreError                     exit 1
     │   ├── CorruptError                        bytes on disk are not what was written: names the file
+    │   ├── GoneError (FileNotFoundError)       a shard is gone since its store was opened
     │   └── StorageFullError (OSError)          no space, quota or inodes left
     ├── EngineError                    exit 1
     │   ├── EngineUnavailableError              cannot be reached or started (ConnectionError)
@@ -64,6 +65,10 @@ class StoreError(HeadraceError):
 
 class CorruptError(StoreError):
     """Bytes on disk are not the bytes that were written."""
+
+
+class GoneError(StoreError, FileNotFoundError):
+    """A shard is gone since its store was opened: repaired away, or deleted."""
 
 
 class StorageFullError(StoreError, OSError):

@@ -14,7 +14,8 @@ import torch
 
 from headrace.errors import ConfigError, CorruptError, SpecMismatchError, StoreError
 from headrace.store import Parent, Store, StoreWriter, WriterOptions
-from headrace.store.folder import Folder, LocalFolder, RemoteFolder
+from headrace.store.bucket import RemoteFolder
+from headrace.store.folder import Folder, LocalFolder
 from headrace.store.index import Index, ShardRow, split_key
 from headrace.testing.store import (
     StoreTests,
@@ -39,7 +40,9 @@ class TestObstoreFile(StoreTests):
     """Through obstore, on local files: ranged reads."""
 
     def folder(self, path: Path) -> Folder:
-        return RemoteFolder(f"file://{path}")
+        from obstore.store import LocalStore
+
+        return RemoteFolder("file://" + str(path), LocalStore(prefix=path))
 
 
 class TestObstoreMemory(StoreTests):

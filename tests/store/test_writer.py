@@ -207,9 +207,10 @@ def test_folders_are_made_or_refused_at_the_start(tmp_path: Path) -> None:
         StoreWriter("/proc/headrace", SPEC)
 
 
-def test_a_remote_store_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="only local stores"):
-        StoreWriter("s3://bucket/run", SPEC)
+def test_a_file_url_is_its_folder(tmp_path: Path) -> None:
+    with StoreWriter(f"file://{tmp_path / 's'}", SPEC) as writer:
+        assert add(writer, make_row(1, 3))
+    assert len(Store.open(tmp_path / "s")) == 1 and len(shard_files(tmp_path / "s")) == 1
 
 
 # --- sealing ----------------------------------------------------------------------------------------------------------

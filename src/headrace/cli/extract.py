@@ -30,7 +30,7 @@ def _print(result: dict[str, Any], output: Output) -> None:
     account += [("not reached", result["not_reached"])] if result["not_reached"] else []
     output.table("Account", ["rows", "became"], [(f"{n:,}", what.replace("_", " ")) for what, n in account])
     output.say(
-        f"{result['out']}: {result['captures']:,} captures, {result['tokens_stored']:,} tokens, "
+        f"{result['store']}: {result['captures']:,} captures, {result['tokens_stored']:,} tokens, "
         f"{gigabytes(result['bytes_raw'])} raw → {gigabytes(result['bytes_stored'])} stored ({result['ratio']:.2f}); "
         f"this session {result['tokens']:,} tokens in {duration(result['seconds'])} ({result['tokens_per_second']:,.0f} tokens/s)"
     )

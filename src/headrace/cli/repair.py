@@ -13,17 +13,17 @@ __all__ = ["Config", "run"]
 def run(config: Config, output: Output) -> None:
     """Repair and print what was dropped."""
     from headrace.cli.progress import progress
-    from headrace.store.folder import local_path
+    from headrace.store.folder import BROKEN
     from headrace.store.reader import Store
-    from headrace.store.repair import BROKEN, repair_store
+    from headrace.store.repair import repair_store
 
-    path = local_path(config.store, "repair")
+    path = config.store
     threads = config.threads or min(8, os.cpu_count() or 1)
     with progress(f"repair {path}", bytes_unit=True) as update:
         report = repair_store(path, delete=config.delete, threads=threads, progress=update)
     store = Store.open(path)
     output.set(
-        store=str(path),
+        store=path,
         problems=len(report.checked.problems),
         dropped=report.dropped,
         duplicates_removed=report.duplicates,
@@ -37,7 +37,7 @@ def run(config: Config, output: Output) -> None:
         ("captures dropped; extract brings them back", len(report.dropped)),
         ("second copies removed", report.duplicates),
         (
-            "broken shards deleted" if config.delete else f"broken shards moved to {path / BROKEN}",
+            "broken shards deleted" if config.delete else f"broken shards moved to {path}/{BROKEN}",
             len(report.moved),
         ),
         ("shards written from what was sound in them", len(report.written)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from headrace.data.rows import RowFolder
@@ -12,10 +13,11 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.disk import gigabytes, space
 from headrace.extract.ledger import Selection
 from headrace.extract.plan import stored_ratio
+from headrace.remote import is_url
 from headrace.store import Store
 from headrace.store.codecs import default_codec
 from headrace.store.dataset import Dataset, read_dataset
-from headrace.store.folder import DATASET, LocalFolder
+from headrace.store.folder import DATASET, open_folder
 from headrace.store.repair import heal_store
 from headrace.target import Target
 from headrace.types import CaptureSpec, Row
@@ -47,20 +49,20 @@ def check_ids(row: Row, target: Target) -> None:
 
 
 def join_store(config: ExtractConfig, spec: CaptureSpec) -> Store | None:
-    """The store at ``--out`` if there is one that this run may add to, healed: what is broken in it is taken out.
+    """The store at ``--store`` or ``--out`` if there is one that this run may add to, healed: what is broken in it is taken out.
 
     Raises SpecMismatchError, before anything is touched, when it holds states of another meaning or in another form.
     """
-    folder = LocalFolder(config.out)
-    if not (config.out / DATASET).exists() and not folder.shard_names():
+    folder = open_folder(config.place)
+    if folder.read_file(DATASET) is None and not folder.shard_names():
         return None
     found = read_dataset(folder)
     codec = config.codec or found.codec
     found.require_same(
-        Dataset(spec=spec, codec=codec, final_positions=config.final_positions), f"store {config.out}"
+        Dataset(spec=spec, codec=codec, final_positions=config.final_positions), f"store {config.place}"
     )
-    heal_store(config.out, found, TRUST_BYTES)
-    return Store.open(config.out)
+    heal_store(folder, found, TRUST_BYTES)
+    return Store.open(config.place)
 
 
 def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> None:
@@ -71,8 +73,8 @@ def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> Non
     now = engine_provenance(engine)
     if (before.get("name"), before.get("version")) != (now["name"], now["version"]):
         raise SpecMismatchError(
-            f"store {config.out} was begun with engine {before.get('name')} {before.get('version')}, this is "
-            f"{now['name']} {now['version']}; use the same, or another --out (states of two engines never share a store)"
+            f"store {config.place} was begun with engine {before.get('name')} {before.get('version')}, this is "
+            f"{now['name']} {now['version']}; use the same, or another store (states of two engines never share a store)"
         )
     then, current = before.get("settings", {}), now["settings"]
     differ = [
@@ -82,7 +84,7 @@ def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> Non
     ]
     if differ and not config.allow_other_settings:
         raise SpecMismatchError(
-            f"store {config.out} was begun with other settings of engine {now['name']}: {'; '.join(differ)} (store != now). "
+            f"store {config.place} was begun with other settings of engine {now['name']}: {'; '.join(differ)} (store != now). "
             "Use the same, or --allow-other-settings if they change no number that matters"
         )
 
@@ -106,13 +108,15 @@ def codec_of(config: ExtractConfig, store: Store | None, spec: CaptureSpec) -> s
 
 
 def check_space(config: ExtractConfig, selection: Selection, spec: CaptureSpec, codec: str) -> None:
-    """The store will fit where it goes."""
+    """The store will fit where it goes; a bucket has no end."""
+    if is_url(config.place):
+        return
     need = int(selection.tokens * spec.bytes_per_token * stored_ratio(codec)) + int(config.min_free)
-    free = space(config.out).free
+    free = space(Path(config.place)).free
     if free < need and not config.skip_preflight:
         raise PreflightError(
             f"the store needs about {gigabytes(need)} ({selection.tokens:,} tokens with codec {codec}, and --min-free) and the "
-            f"file system of {config.out} has {gigabytes(free)}; free some, choose a smaller codec, or --skip-preflight to fill it and "
+            f"file system of {config.place} has {gigabytes(free)}; free some, choose a smaller codec, or --skip-preflight to fill it and "
             "pause when it is full"
         )
 

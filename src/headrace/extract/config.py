@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
+from headrace.remote import Place
 
 GIB = 1 << 30
 
@@ -33,6 +34,8 @@ class ExtractConfig(Section):
     """Hub revision of the target."""
     out: Path
     """Store folder; an existing one is continued."""
+    store: Place = ""
+    """Where the shards go when not into out: a URL such as s3://bucket/run, or another folder. out keeps the run's records."""
     taps: Taps = "eagle3"
     """Preset (eagle3, dflash, last) or a list such as 2,15,27,final."""
     dtype: str = ""
@@ -94,6 +97,11 @@ class ExtractConfig(Section):
     """Disk space to leave free: admission pauses below it (plus what is on its way to disk)."""
     pause_minutes: float = Field(default=60.0, ge=0)
     """How long to wait for disk space before the run stops."""
+
+    @property
+    def place(self) -> str:
+        """Where the store is: a path or a URL."""
+        return self.store or str(self.out)
 
 
 class PlanConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -9,6 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from headrace.errors import StoreError
+from headrace.remote import is_url
+from headrace.store.bucket import RemoteFolder
+from headrace.store.folder import SHARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,30 @@ class FolderSize:
         return sum(self._sizes.values())
 
 
+class BucketSize:
+    """Bytes of the shards under a URL, asked for once a minute; what it was, while the bucket does not answer."""
+
+    SECONDS = 60.0
+
+    def __init__(self, url: str) -> None:
+        self._folder = RemoteFolder(url, retry={"max_retries": 0})
+        self._asked = -self.SECONDS
+        self._bytes = 0
+
+    def measure(self) -> int:
+        """The sum, at most a minute old."""
+        if time.monotonic() - self._asked >= self.SECONDS:
+            self._asked = time.monotonic()
+            with contextlib.suppress(StoreError):
+                self._bytes = self._folder.shard_bytes()
+        return self._bytes
+
+
+def stored_size(place: str) -> FolderSize | BucketSize:
+    """What measures the store at ``place``."""
+    return BucketSize(place) if is_url(place) else FolderSize(Path(place) / SHARDS)
+
+
 class DiskGuard:
     """Admits a row only if the disk has room for it, for all that is on its way there, and for ``min_free``.
 
@@ -58,8 +88,12 @@ class DiskGuard:
 
     MIN_INODES = 64
 
-    def __init__(self, folder: Path, min_free: int, on_its_way: Callable[[], int]) -> None:
+    def __init__(
+        self, folder: Path, min_free: int, on_its_way: Callable[[], int], *, holds_states: bool = True
+    ) -> None:
+        """``holds_states`` is false when the states go elsewhere: then ``folder`` has only to keep ``min_free``."""
         self.folder = folder
+        self.holds_states = holds_states
         self.min_free = min_free
         self._on_its_way = on_its_way
         self._lock = threading.Lock()
@@ -72,6 +106,7 @@ class DiskGuard:
 
     def take(self, size: int) -> bool:
         """Admit a row of ``size`` bytes if there is room. Called by the engine's thread."""
+        size = size if self.holds_states else 0
         with self._lock:
             if self._paused_at is None and size <= self._allowance:
                 self._allowance -= size
@@ -83,7 +118,9 @@ class DiskGuard:
         """Measure; returns the sentence to say when a pause has begun or ended. Called by the supervisor."""
         self.last = space(self.folder)
         with self._lock:
-            need = self.min_free + self._on_its_way() + self._refused
+            need = self.min_free
+            if self.holds_states:
+                need += self._on_its_way() + self._refused
             self._allowance = self.last.free - need + self._refused
             self._refused = 0
             inodes_out = 0 <= self.last.inodes < self.MIN_INODES

@@ -39,6 +39,7 @@ class Journal:
         codec: str,
     ) -> None:
         self.files = files
+        self.place = config.place
         before = read_json(files.manifest) if files.manifest.is_file() else {}
         self._session: dict[str, Any] = {
             "started": _now(),

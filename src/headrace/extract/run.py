@@ -36,6 +36,7 @@ from headrace.extract.stages import Limits
 from headrace.extract.view import make_view
 from headrace.extract.watch import Watch
 from headrace.extract.worker import Worker
+from headrace.remote import is_url
 from headrace.store import Store, StoreWriter, WriterOptions
 from headrace.target import Target
 from headrace.types import Row
@@ -172,7 +173,7 @@ class Extraction:
 
     def _pipeline(self, budget: Budget, selection: Selection) -> Pipeline:
         writer = StoreWriter(
-            self.config.out,
+            self.config.place,
             self.spec,
             codec=self.codec,
             final_positions=self.config.final_positions,
@@ -204,7 +205,9 @@ class Extraction:
             left = selection.tokens * per_token - written + min(waiting, written)
             return min(budget.used * per_token + waiting, left) + ROW_OVERHEAD * progress.rows_out
 
-        guard = DiskGuard(self.config.out, int(self.config.min_free), on_its_way)
+        local = not is_url(self.config.place)
+        disk = Path(self.config.place) if local else self.config.out
+        guard = DiskGuard(disk, int(self.config.min_free), on_its_way, holds_states=local)
         pipeline = Pipeline(
             self.engine, writer, budget=budget, guard=guard, progress=progress, limits=_limits(self.config)
         )
@@ -218,7 +221,7 @@ class Extraction:
         info, there = self.engine.info, selection.skipped[ALREADY]
         self.say(
             f"extracting {len(selection.todo):,} rows ({selection.tokens:,} tokens) with {info.name} {info.version} "
-            f"into {self.config.out}" + (f"; {there:,} are there already" if there else "")
+            f"into {self.config.place}" + (f"; {there:,} are there already" if there else "")
         )
         watch = Watch(pipeline, journal, make_view(self.say), failures, self.lock)
         with graceful_signals(pipeline):
@@ -258,7 +261,7 @@ class Extraction:
     def _account(
         self, pipeline: Pipeline, selection: Selection, failures: FailureFile, error: HeadraceError | None
     ) -> tuple[dict[str, Any], HeadraceError | None]:
-        store = Store.open(self.config.out)
+        store = Store.open(self.config.place)
         stored = set(store.keys())
         failed = {key: row.failure for key, row in pipeline.verifier.failed.items()}
         account = Account.close(selection, stored, failed, finished=error is None)
@@ -284,13 +287,14 @@ class Extraction:
             )
         elif not selection.skipped[ALREADY]:
             raise InputError(f"no row of {self.config.rows} is selected: {_counts(dict(selection.skipped))}")
-        self.say(f"nothing to do: {selection.skipped[ALREADY]:,} rows are in {self.config.out} already")
-        return Outcome(self._result(account, Store.open(self.config.out), tokens=0), error)
+        self.say(f"nothing to do: {selection.skipped[ALREADY]:,} rows are in {self.config.place} already")
+        return Outcome(self._result(account, Store.open(self.config.place), tokens=0), error)
 
     def _result(self, account: Account, store: Store, tokens: int) -> dict[str, Any]:
         seconds = time.monotonic() - self.started
         return {
             "out": str(self.config.out),
+            "store": self.config.place,
             **account.to_json(),
             "tokens": tokens,
             "captures": len(store),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headrace.extract.disk import FolderSize
+from headrace.extract.disk import stored_size
 from headrace.extract.journal import Journal
 from headrace.extract.ledger import FailedRow, FailureFile
 from headrace.extract.lock import RunLock
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Snapshot
 from headrace.extract.view import View
-from headrace.store.folder import SHARDS
 
 SHOW_SECONDS = 0.25
 PROGRESS_SECONDS = 5.0
@@ -43,7 +42,7 @@ class Watch:
         self.pipeline, self.journal = pipeline, journal
         self.view, self.failures, self.lock = view, failures, lock
         self._due = dict.fromkeys(("show", "progress", "norms", "beat"), time.monotonic())
-        self._shards = FolderSize(journal.files.store / SHARDS)
+        self._shards = stored_size(journal.place)
         self._bytes_stored = self._shards.measure()
         self._said = 0
         self._stop_said = False

@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headrace.errors import CorruptError, InputError, StoreError
+from headrace.errors import CorruptError, GoneError, InputError
 from headrace.store.build import kept_positions
 from headrace.store.dataset import Dataset, read_dataset
 from headrace.store.folder import INDEX, Folder
 from headrace.store.index import Index
-from headrace.store.reader import open_shard
+from headrace.store.reader import REQUESTS, open_shard
 from headrace.store.shard import Chunk, Shard
 from headrace.types import Tap
 
@@ -111,21 +111,31 @@ def check_tables(
 ) -> list[tuple[str, Shard]]:
     """Open every shard and check what is not payload; returns the shards that can be read, with their names."""
     sound = []
-    for name in folder.shard_names():
+    for name, shard in _open_all(folder, dataset):
         report.shards += 1
-        try:
-            shard = open_shard(folder, name, dataset)
-        except CorruptError as exc:
-            report.problems.append(Problem("shard", name, -1, "", str(exc)))
-            continue
-        except StoreError:  # moved away by a repair that runs at the same time
-            report.shards -= 1
+        if isinstance(shard, CorruptError):
+            report.problems.append(Problem("shard", name, -1, "", str(shard)))
             continue
         report.captures += len(shard)
         report.tokens += len(shard.tables.ids)
         report.problems += _check_captures(name, shard) if keys else []
         sound.append((name, shard))
     return sound
+
+
+def _open_all(folder: Folder, dataset: Dataset) -> Iterator[tuple[str, Shard | CorruptError]]:
+    def open_one(name: str) -> tuple[str, Shard | CorruptError | None]:
+        try:
+            return name, open_shard(folder, name, dataset)
+        except CorruptError as exc:
+            return name, exc
+        except GoneError:
+            return name, None  # moved away by a repair that runs at the same time
+
+    with ThreadPoolExecutor(REQUESTS if folder.remote else 1, "headrace-open") as pool:
+        for name, shard in pool.map(open_one, folder.shard_names()):
+            if shard is not None:
+                yield name, shard
 
 
 def _check_captures(name: str, shard: Shard) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
+from headrace.remote import Place
 
 
 def _join(value: Any) -> Any:
@@ -23,7 +24,7 @@ Layout = Literal["four-pt", "specforge", "speculators", "modelopt"]
 class CheckConfig(Section):
     """Every checksum of a store."""
 
-    store: CliPositionalArg[str]
+    store: CliPositionalArg[Place]
     """Store folder, or a URL such as s3://bucket/run."""
     quick: bool = False
     """Structure, keys and a sample of the states only."""
@@ -36,8 +37,8 @@ class CheckConfig(Section):
 class RepairConfig(Section):
     """Drop what is broken, so that the next extract brings back exactly that; rebuild a lost index or dataset.json."""
 
-    store: CliPositionalArg[Path]
-    """Store folder."""
+    store: CliPositionalArg[Place]
+    """Store folder, or a URL such as s3://bucket/run."""
     delete: bool = False
     """Delete broken files; otherwise they are kept under broken/ in the store."""
     threads: int = Field(default=0, ge=0)
@@ -47,17 +48,17 @@ class RepairConfig(Section):
 class InfoConfig(Section):
     """What a store holds."""
 
-    store: CliPositionalArg[str]
+    store: CliPositionalArg[Place]
     """Store folder, or a URL such as s3://bucket/run."""
 
 
 class ConvertConfig(Section):
     """Rewrite a store with another codec or other taps. Can be stopped at any moment; the same command goes on."""
 
-    store: CliPositionalArg[str]
+    store: CliPositionalArg[Place]
     """Store folder or URL to read."""
-    out: Path
-    """Store folder to write."""
+    out: Place
+    """Store folder or URL to write."""
     codec: str = ""
     """raw, bf16-planes or fp8; as it is when empty."""
     taps: Taps = ""
@@ -114,7 +115,7 @@ class ImportConfig(Section):
 class ExportConfig(Section):
     """Write a store in another tool's format. Can be stopped at any moment; the same command goes on."""
 
-    store: CliPositionalArg[str]
+    store: CliPositionalArg[Place]
     """Store folder or URL to read."""
     layout: Layout
     """four-pt (three aux and one final .pt a sample), specforge (.ckpt), speculators (hs_*.safetensors), modelopt (.pt)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, StoreError
 from headrace.store.build import Parent
 from headrace.store.codecs import CODECS
 from headrace.store.dataset import Dataset
+from headrace.store.folder import same_place
 from headrace.store.format import FinalPositions
 from headrace.store.reader import Store
 from headrace.store.transfer import encoded_of
@@ -24,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 def convert_store(
     source: Store,
-    out: Path,
+    out: str | os.PathLike[str],
     *,
     codec: str = "",
     final_positions: FinalPositions | None = None,
@@ -85,8 +86,8 @@ def convert_store(
     }
 
 
-def _refuse(source: Store, wanted: Dataset, out: Path, allow_lossy: bool) -> None:
-    if Path(source.name).resolve() == out.resolve():
+def _refuse(source: Store, wanted: Dataset, out: str | os.PathLike[str], allow_lossy: bool) -> None:
+    if same_place(out, source.name):
         raise ConfigError(f"cannot convert {out} onto itself; give another folder with --out")
     if wanted.codec not in CODECS:
         raise ConfigError(f"codec {wanted.codec!r} is not one of {sorted(CODECS)}")

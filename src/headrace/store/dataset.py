@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-import secrets
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headrace._version import __version__
-from headrace.errors import CorruptError, InputError, SpecMismatchError, StoreError
-from headrace.files import fsync_folder, write_json
-from headrace.store.folder import DATASET, SHARDS, Folder
+from headrace.errors import CorruptError, InputError, SpecMismatchError
+from headrace.store.folder import DATASET, Folder, WritableFolder, open_folder
 from headrace.store.format import FinalPositions
 from headrace.types import CaptureSpec, hash_json
 
@@ -101,31 +96,12 @@ def read_dataset(folder: Folder) -> Dataset:
     return Dataset.parse(data, f"{folder.name}/{DATASET}")
 
 
-def create_dataset(path: Path, dataset: Dataset) -> None:
+def create_dataset(place: str | os.PathLike[str] | WritableFolder, dataset: Dataset) -> None:
     """Make the store's folders and its ``dataset.json``, unless another writer has just made it: the first one wins.
 
     Raises StoreError when the folder cannot be made or written.
     """
-    try:
-        (path / SHARDS).mkdir(parents=True, exist_ok=True)
-        temporary = path / f".{DATASET}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        try:
-            write_json(temporary, dataset.to_json())
-            # A hard link fails where the name is taken, a rename would replace a file that others have already read.
-            os.link(temporary, path / DATASET)
-        except FileExistsError:
-            pass
-        except OSError as exc:
-            if exc.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                raise
-            os.replace(temporary, path / DATASET)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        fsync_folder(path)
-    except StoreError:
-        raise
-    except OSError as exc:
-        raise StoreError(
-            f"cannot make a store at {path} ({exc.strerror}); choose a folder that can be written"
-        ) from exc
+    folder = open_folder(place)
+    folder.prepare()
+    text = json.dumps(dataset.to_json(), indent=2, ensure_ascii=False) + "\n"
+    folder.create_file(DATASET, text.encode())

@@ -1,24 +1,34 @@
-"""Where a store's bytes live: a local folder (memory-mapped) or an object store (ranged reads), behind one small seam."""
+"""Where a store's bytes live: a local folder (memory-mapped) or an object store (ranged requests), behind one small seam."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import re
 import secrets
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from headrace.errors import InputError, PreflightError, StoreError
+from headrace.errors import GoneError, StorageFullError, StoreError
+from headrace.files import atomic_write, fsync_folder
+from headrace.remote import is_url, tidy
+
+if TYPE_CHECKING:
+    from headrace.store.cache import Cache
+    from headrace.store.codecs import Buffer
 
 SHARDS = "shards"
 SUFFIX = ".safetensors"
 INDEX = "index.parquet"
 DATASET = "dataset.json"
+BROKEN = "broken"
 # What files.atomic_write makes of a shard's name while it is being written.
 _TEMPORARY = re.compile(r"^\.\d{20}-(?P<place>[^-]+)-(?P<pid>\d+)-\w+-\w+\.safetensors\.\d+\.\w+\.tmp$")
 
@@ -35,9 +45,11 @@ class Source(Protocol):
 
 
 class Folder(Protocol):
-    """A store's folder."""
+    """A store's folder, to be read."""
 
     name: str
+    remote: bool
+    """Whether each read is a request over a network: then many are made at a time, and no more bytes than needed."""
 
     def read_file(self, name: str) -> bytes | None:
         """Content of a small file, None when it is missing."""
@@ -46,7 +58,42 @@ class Folder(Protocol):
         """Names of the sealed shards, sorted."""
 
     def open_shard(self, name: str) -> Source:
-        """Raises StoreError when it is gone."""
+        """Raises GoneError when it is gone."""
+
+
+class WritableFolder(Folder, Protocol):
+    """A store's folder that can be changed.
+
+    Whatever appears in it appears whole, and is durable when the call returns. Faults are StoreError; a full disk is
+    StorageFullError.
+    """
+
+    def prepare(self) -> None:
+        """Make the folder if it is not there."""
+
+    def require_writable(self) -> None:
+        """Raise StoreError when nothing can be written."""
+
+    def create_file(self, name: str, data: bytes) -> bool:
+        """Make a small file unless there is one of that name: of several writers the first wins. Whether it was this one."""
+
+    def replace_file(self, name: str, data: bytes) -> None:
+        """Write a small file over what is there."""
+
+    def remove_file(self, name: str) -> None:
+        """Delete a file, if it is there."""
+
+    def put_shard(self, name: str, buffers: Iterable[Buffer], size: int) -> None:
+        """Write a shard of ``size`` bytes under a name that is not taken."""
+
+    def set_aside(self, name: str) -> bool:
+        """Move a file (path inside the folder) to ``broken/``; False when it is gone: another repair was faster."""
+
+    def open_broken(self, name: str) -> Source:
+        """A shard that was set aside."""
+
+    def remove_leftovers(self, older_than: float) -> list[str]:
+        """Delete what writers that are certainly dead left half-made, and unknown ones after ``older_than`` seconds."""
 
 
 class MappedFile:
@@ -69,6 +116,8 @@ class MappedFile:
 
 class LocalFolder:
     """A store on a mounted file system."""
+
+    remote = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,84 +146,115 @@ class LocalFolder:
         try:
             return MappedFile(self.shard_path(name))
         except FileNotFoundError:
-            raise StoreError(
+            raise GoneError(
                 f"{self.shard_path(name)} is gone since the store was opened; open it again"
             ) from None
 
+    # --- changing it ----------------------------------------------------------------------------------------------------
 
-class _RemoteFile:
-    """An object, read by ranged requests."""
-
-    def __init__(self, store: Any, path: str, url: str, size: int) -> None:
-        self.name = url
-        self.size = size
-        self._store = store
-        self._path = path
-
-    def read(self, start: int, stop: int) -> memoryview:
-        import obstore
-
-        stop = min(stop, self.size)
-        if stop <= start:
-            return memoryview(b"")
-        return memoryview(obstore.get_range(self._store, self._path, start=start, end=stop))
-
-
-class RemoteFolder:
-    """A store under a URL (``s3://bucket/run``, ``gs://…``, ``file:///…``), read through obstore."""
-
-    def __init__(self, url: str, store: Any = None) -> None:
-        self.name = url.rstrip("/")
-        self._store = store if store is not None else _open_url(self.name)
-
-    def read_file(self, name: str) -> bytes | None:
-        import obstore
-
+    def prepare(self) -> None:
         try:
-            return bytes(obstore.get(self._store, name).bytes())
-        except FileNotFoundError:
-            return None
+            (self.path / SHARDS).mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise self._unmakeable(exc) from exc
 
-    def shard_names(self) -> list[str]:
-        import obstore
-
-        names = [m["path"].split("/")[-1] for page in obstore.list(self._store, prefix=SHARDS) for m in page]
-        return sorted(n for n in names if n.endswith(SUFFIX) and not n.startswith("."))
-
-    def open_shard(self, name: str) -> Source:
-        import obstore
-
-        path = f"{SHARDS}/{name}"
-        try:
-            size = int(obstore.head(self._store, path)["size"])
-        except FileNotFoundError:
+    def require_writable(self) -> None:
+        if not os.access(self.path / SHARDS, os.W_OK):
             raise StoreError(
-                f"{self.name}/{path} is gone since the store was opened; open it again"
-            ) from None
-        return _RemoteFile(self._store, path, f"{self.name}/{path}", size)
+                f"cannot write to {self.path / SHARDS}; make it writable or choose another folder"
+            )
 
+    def create_file(self, name: str, data: bytes) -> bool:
+        temporary = self.path / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        made = True
+        try:
+            try:
+                _write(temporary, data)
+                # A hard link fails where the name is taken, a rename would replace a file that others have already read.
+                os.link(temporary, self.path / name)
+            except FileExistsError:
+                made = False
+            except OSError as exc:
+                if exc.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                os.replace(temporary, self.path / name)
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+            fsync_folder(self.path)
+        except StoreError:
+            raise
+        except OSError as exc:
+            raise self._unmakeable(exc) from exc
+        return made
 
-def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """A local path or a URL as a Folder. Raises PreflightError when a URL needs an extra that is not installed."""
-    text = os.fspath(path)
-    return RemoteFolder(text) if "://" in text else LocalFolder(Path(text).expanduser())
-
-
-def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """``path`` as a local folder. Raises InputError for a URL: ``what`` can only be done in place."""
-    if "://" in os.fspath(path):
-        raise InputError(
-            f"cannot {what} {os.fspath(path)}: only local stores can be changed; copy it to a folder first"
+    def _unmakeable(self, exc: OSError) -> StoreError:
+        return StoreError(
+            f"cannot make a store at {self.path} ({exc.strerror}); choose a folder that can be written"
         )
-    return Path(path).expanduser()
+
+    def replace_file(self, name: str, data: bytes) -> None:
+        _write(self.path / name, data)
+
+    def remove_file(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def put_shard(self, name: str, buffers: Iterable[Buffer], size: int) -> None:
+        try:
+            with atomic_write(self.shard_path(name)) as file:
+                for buffer in buffers:
+                    file.write(buffer)
+        except StorageFullError:
+            raise
+        except OSError as exc:
+            raise StoreError(
+                f"cannot write {self.shard_path(name)} ({exc.strerror}); check the disk, then run again"
+            ) from exc
+
+    def set_aside(self, name: str) -> bool:
+        file, broken = self.path / name, self.path / BROKEN
+        broken.mkdir(exist_ok=True)
+        try:
+            file.rename(broken / file.name)
+        except FileNotFoundError:
+            return False
+        for folder in (file.parent, broken):
+            fsync_folder(folder)
+        return True
+
+    def open_broken(self, name: str) -> Source:
+        return MappedFile(self.path / BROKEN / name)
+
+    def remove_leftovers(self, older_than: float) -> list[str]:
+        return remove_leftovers(self.path, older_than)
 
 
-def _open_url(url: str) -> Any:
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise PreflightError(f"reading {url} needs obstore; run: pip install 'headrace[remote]'") from None
-    return from_url(url)
+def _write(path: Path, data: bytes) -> None:
+    with atomic_write(path) as file:
+        file.write(data)
+
+
+def open_folder(place: str | os.PathLike[str] | WritableFolder, cache: Cache | None = None) -> WritableFolder:
+    """A local path or a URL as a folder; a folder as it is. ``cache`` keeps on disk what is read of a URL's shards.
+
+    Raises InputError for a URL that cannot be used, PreflightError when it needs an extra that is not installed.
+    """
+    if not isinstance(place, str | os.PathLike):
+        return place
+    text = tidy(place)
+    if not is_url(text):
+        return LocalFolder(Path(text).expanduser())
+    from headrace.store.bucket import RemoteFolder
+
+    return RemoteFolder(text, cache=cache)
+
+
+def same_place(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
+    """Whether two paths or URLs name the same folder."""
+    a, b = tidy(a), tidy(b)
+    if is_url(a) or is_url(b):
+        return a == b
+    return Path(a).expanduser().resolve() == Path(b).expanduser().resolve()
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

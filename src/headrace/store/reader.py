@@ -6,7 +6,8 @@ import collections
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,10 +25,14 @@ from headrace.types import Capture, CaptureSpec, Tap
 if TYPE_CHECKING:
     import torch
 
+    from headrace.store.cache import Cache
+
 Missing = Literal["error", "nan", "zero"]
 MAX_OPEN = 1024
 """Shards kept open at a time; the least recently used is closed."""
 MAX_ANCESTORS = 64
+REQUESTS = 16
+"""Shards of a bucket opened at a time."""
 
 
 class Entry(NamedTuple):
@@ -56,29 +61,40 @@ class Store:
         self.dataset = dataset
         self.index = index
         self._taps = None if taps is None else tuple(taps)
+        self._cache: Cache | None = None
         self.spec = dataset.spec if taps is None else _with_taps(dataset.spec, tuple(taps))
         self._lock = threading.Lock()
         self._shards: collections.OrderedDict[str, Shard] = collections.OrderedDict()
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], taps: Sequence[Tap] | None = None) -> Store:
-        """Open a folder or URL. Takes time and memory for the index only, however much the store holds.
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        taps: Sequence[Tap] | None = None,
+        *,
+        cache: Cache | None = None,
+    ) -> Store:
+        """Open a folder or URL. Takes time and memory for the index only, however much the store holds. ``cache`` keeps on
+        disk what is read of a URL's shards.
 
         Raises InputError when there is no store, CorruptError when ``dataset.json`` or a shard that the index does not know
         yet is damaged, SpecMismatchError (a ValueError) for taps that the target cannot have.
         """
-        folder = open_folder(path)
+        folder = open_folder(path, cache)
         dataset = read_dataset(folder)
-        return cls(folder, dataset, load_index(folder, dataset), taps)
+        store = cls(folder, dataset, load_index(folder, dataset), taps)
+        store._cache = cache
+        return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store.open, (self.name, self._taps)
+        return _reopen, (self.name, self._taps, self._cache)
 
     def refresh(self) -> Store:
         """This store again with the shards sealed since it was opened."""
-        return Store(
-            self.folder, self.dataset, update_index(self.index, self.folder, self.dataset), self._taps
-        )
+        index = update_index(self.index, self.folder, self.dataset)
+        store = Store(self.folder, self.dataset, index, self._taps)
+        store._cache = self._cache
+        return store
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -314,11 +330,25 @@ class Store:
         return shard
 
 
+def _reopen(name: str, taps: tuple[Tap, ...] | None, cache: Cache | None) -> Store:
+    return Store.open(name, taps, cache=cache)
+
+
 def open_shard(folder: Folder, name: str, dataset: Dataset) -> Shard:
     """Open a shard of the store described by ``dataset``. Raises CorruptError when it is damaged or foreign."""
     shard = Shard(folder.open_shard(name))
     shard.require(dataset)
     return shard
+
+
+def open_shards(folder: Folder, names: Iterable[str], dataset: Dataset) -> Iterator[tuple[str, Shard]]:
+    """Open many shards, in order, several at a time where each is a request; raises as :func:`open_shard` does."""
+    if not folder.remote:
+        yield from ((name, open_shard(folder, name, dataset)) for name in names)
+        return
+    with ThreadPoolExecutor(REQUESTS, "headrace-open") as pool:
+        names = list(names)
+        yield from zip(names, pool.map(lambda name: open_shard(folder, name, dataset), names), strict=True)
 
 
 def load_index(folder: Folder, dataset: Dataset) -> Index:
@@ -332,7 +362,7 @@ def update_index(index: Index, folder: Folder, dataset: Dataset) -> Index:
     names = folder.shard_names()
     known = {shard.name for shard in index.shards}
     index = index.without(known.difference(names))
-    return index.plus((name, open_shard(folder, name, dataset)) for name in names if name not in known)
+    return index.plus(open_shards(folder, [name for name in names if name not in known], dataset))
 
 
 def _with_taps(spec: CaptureSpec, taps: tuple[Tap, ...]) -> CaptureSpec:

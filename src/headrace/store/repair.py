@@ -1,40 +1,41 @@
 """Mending a store: drop what is broken and only that, so that the next extract captures exactly that again.
 
-A broken shard is first moved to ``broken/`` (a rename: of several repairs at a time one wins), then its sound captures are
+A broken shard is first moved to ``broken/`` (a rename: of several repairs at a time one wins; in a bucket, which knows no
+rename, two may save the same captures, and the next repair drops the second copies), then its sound captures are
 written to a new shard. Killed in between, the store is sound and the captures not yet saved are simply extracted again.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headrace.errors import CorruptError, HeadraceError, InputError
-from headrace.files import fsync_folder
 from headrace.store.check import CheckReport, Problem, Progress, check_links, check_store
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
 from headrace.store.folder import (
+    BROKEN,
     DATASET,
     INDEX,
     SHARDS,
-    LocalFolder,
-    MappedFile,
+    WritableFolder,
     new_shard_name,
-    remove_leftovers,
+    open_folder,
 )
 from headrace.store.index import Index
 from headrace.store.publish import write_index, write_shard
-from headrace.store.reader import open_shard
+from headrace.store.reader import open_shards
 from headrace.store.shard import Shard
 from headrace.store.transfer import salvage
 
 log = logging.getLogger(__name__)
-BROKEN = "broken"
 STALE_SECONDS = 86_400.0
 """Age at which a temporary file of an unknown host counts as abandoned."""
+REMOTE_SAMPLE = 64 << 20
+"""Payload of a store in a bucket that is read before it is added to: objects appear whole there, and every read travels."""
 
 
 @dataclass
@@ -57,83 +58,90 @@ class RepairReport:
 
 
 def repair_store(
-    path: Path, *, delete: bool = False, threads: int = 2, progress: Progress | None = None
+    place: str | os.PathLike[str] | WritableFolder,
+    *,
+    delete: bool = False,
+    threads: int = 2,
+    progress: Progress | None = None,
 ) -> RepairReport:
     """Check all of a store and mend what can be mended. With ``delete``, broken files are deleted instead of kept.
 
     Raises InputError when there is no store, CorruptError when ``dataset.json`` is lost and the shards do not agree on it.
     """
-    folder = LocalFolder(path)
-    leftovers = remove_leftovers(path, STALE_SECONDS)
-    rebuilt = [DATASET] if _restore_dataset(path, folder) else []
+    folder = open_folder(place)
+    leftovers = folder.remove_leftovers(STALE_SECONDS)
+    rebuilt = [DATASET] if _restore_dataset(folder) else []
     checked = check_store(folder, threads=threads, progress=progress)
     report = RepairReport(checked, leftovers=leftovers, rebuilt=rebuilt)
-    mend(path, read_dataset(folder), checked.problems, report)
+    mend(folder, read_dataset(folder), checked.problems, report)
     if folder.read_file(INDEX) is None or any(problem.kind == "index" for problem in checked.problems):
         report.rebuilt.append(INDEX)
-        (path / INDEX).unlink(missing_ok=True)
-    write_index(path, read_dataset(folder))
+        folder.remove_file(INDEX)
+    write_index(folder, read_dataset(folder))
     if delete:
         for name in report.moved:
-            (path / BROKEN / name).unlink(missing_ok=True)
+            folder.remove_file(f"{BROKEN}/{name}")
     return report
 
 
-def heal_store(path: Path, dataset: Dataset, sample_bytes: int) -> RepairReport | None:
+def heal_store(
+    place: str | os.PathLike[str] | WritableFolder, dataset: Dataset, sample_bytes: int
+) -> RepairReport | None:
     """Check the store before it is added to, and take out what is broken; None when nothing was.
 
-    Up to ``sample_bytes`` of payload are checked (all of a smaller store, a random sample of a larger one), the tables of
-    every shard always. What is dropped is no longer in the store, so an extraction captures it again.
+    Up to ``sample_bytes`` of payload are checked (all of a smaller store, a random sample of a larger one; at most
+    REMOTE_SAMPLE in a bucket), the tables of every shard always. What is dropped is no longer in the store, so an extraction captures it again.
     """
-    checked = check_store(LocalFolder(path), sample_bytes=sample_bytes, keys=False)
+    folder = open_folder(place)
+    sample_bytes = min(sample_bytes, REMOTE_SAMPLE) if folder.remote else sample_bytes
+    checked = check_store(folder, sample_bytes=sample_bytes, keys=False)
     broken = [problem for problem in checked.problems if problem.kind not in ("duplicate", "index")]
     if not broken:
         return None
     for problem in broken:
         log.warning("%s", problem.message)
     report = RepairReport(checked)
-    mend(path, dataset, broken, report)
+    mend(folder, dataset, broken, report)
     log.warning(
-        "%s: %d broken shards set aside; what they alone held is captured again", path, len(report.moved)
+        "%s: %d broken shards set aside; what they alone held is captured again",
+        folder.name,
+        len(report.moved),
     )
     return report
 
 
-def mend(path: Path, dataset: Dataset, problems: Iterable[Problem], report: RepairReport) -> None:
+def mend(folder: WritableFolder, dataset: Dataset, problems: Iterable[Problem], report: RepairReport) -> None:
     """Take the broken captures and shards out of the store, then whatever hung on them."""
     todo = list(problems)
     while todo:
-        _mend_once(path, todo, report)
+        _mend_once(folder, todo, report)
         # children of what was dropped have lost their first states
-        folder = LocalFolder(path)
-        shards = {name: open_shard(folder, name, dataset) for name in folder.shard_names()}
+        shards = dict(open_shards(folder, folder.shard_names(), dataset))
         todo = [p for p in check_links(Index.empty().plus(shards.items()), shards) if p.kind == "parent"]
 
 
-def _mend_once(path: Path, problems: list[Problem], report: RepairReport) -> None:
+def _mend_once(folder: WritableFolder, problems: list[Problem], report: RepairReport) -> None:
     by_shard: dict[str, list[Problem]] = defaultdict(list)
     for problem in problems:
         if problem.shard:
             by_shard[problem.shard].append(problem)
     for name, found in sorted(by_shard.items()):
-        try:
-            (path / BROKEN).mkdir(exist_ok=True)
-            (path / SHARDS / name).rename(path / BROKEN / name)
-        except FileNotFoundError:  # another repair was faster
+        if not folder.set_aside(f"{SHARDS}/{name}"):
             continue
-        for folder in (path / SHARDS, path / BROKEN):
-            fsync_folder(folder)
         report.moved.append(name)
-        _save_sound(path, name, found, report)
+        _save_sound(folder, name, found, report)
 
 
-def _save_sound(path: Path, name: str, found: list[Problem], report: RepairReport) -> None:
+def _save_sound(folder: WritableFolder, name: str, found: list[Problem], report: RepairReport) -> None:
     if any(problem.slot < 0 for problem in found):
         log.warning(
-            "%s/%s could not be read at all; its captures have to be extracted again", path / BROKEN, name
+            "%s/%s/%s could not be read at all; its captures have to be extracted again",
+            folder.name,
+            BROKEN,
+            name,
         )
         return
-    shard = Shard(MappedFile(path / BROKEN / name))
+    shard = Shard(folder.open_broken(name))
     bad = {problem.slot: problem for problem in found}
     builder, more = salvage(shard, [slot for slot in range(len(shard)) if slot not in bad])
     for slot, problem in bad.items():
@@ -144,18 +152,17 @@ def _save_sound(path: Path, name: str, found: list[Problem], report: RepairRepor
     report.dropped |= {shard.key(slot): f"{shard.name}: its states are damaged" for slot in more}
     if builder.captures:
         new = new_shard_name(len(report.written))
-        write_shard(path, new, builder)
+        write_shard(folder, new, builder)
         report.written.append(new)
 
 
-def _restore_dataset(path: Path, folder: LocalFolder) -> bool:
+def _restore_dataset(folder: WritableFolder) -> bool:
     """Make a lost or damaged ``dataset.json`` again from what the shards say; True when that was needed."""
     try:
         read_dataset(folder)
         return False
     except CorruptError:
-        (path / BROKEN).mkdir(exist_ok=True)
-        (path / DATASET).rename(path / BROKEN / DATASET)
+        folder.set_aside(DATASET)
     except InputError:
         if not folder.shard_names():
             raise
@@ -173,7 +180,7 @@ def _restore_dataset(path: Path, folder: LocalFolder) -> bool:
         found.require_same(mine, f"{folder.name}/{SHARDS}/{name}", any_taps=True)
     if found is None:
         raise CorruptError(
-            f"{path} has neither a readable {DATASET} nor a readable shard; nothing can be saved, extract again"
+            f"{folder.name} has neither a readable {DATASET} nor a readable shard; nothing can be saved, extract again"
         )
-    create_dataset(path, found)
+    create_dataset(folder, found)
     return True

@@ -25,14 +25,7 @@ from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.store.build import Arena, Encoded, Parent, ShardBuilder, encode_capture, kept_positions
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
-from headrace.store.folder import (
-    DATASET,
-    SHARDS,
-    LocalFolder,
-    local_path,
-    new_shard_name,
-    remove_leftovers,
-)
+from headrace.store.folder import DATASET, WritableFolder, new_shard_name, open_folder
 from headrace.store.format import FinalPositions
 from headrace.store.index import KeySet
 from headrace.store.publish import write_index, write_shard
@@ -42,6 +35,7 @@ from headrace.types import CaptureSpec, Row, row_key
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Float
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +63,7 @@ class WriterOptions(Section):
 
 
 class StoreWriter:
-    """Writes captures into a store, making it if it is not there. Use as a context manager; ``add`` may be called by threads.
+    """Writes captures into a store (a folder or a URL), making it if it is not there. Use as a context manager; ``add`` may be called by threads.
 
     Leaving the block seals what was added, also when it is left by an error: finished work is never lost.
 
@@ -79,7 +73,7 @@ class StoreWriter:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | WritableFolder,
         spec: CaptureSpec,
         *,
         codec: str | None = None,
@@ -88,17 +82,17 @@ class StoreWriter:
         shard_bytes: int | None = None,
         options: WriterOptions | None = None,
     ) -> None:
-        self.path = local_path(path, "write to")
+        self._folder = open_folder(path)
+        self.name = self._folder.name
         self.options = options or WriterOptions()
         self.shard_bytes = self.options.shard_bytes if shard_bytes is None else shard_bytes
         self.spec = spec
         self.provenance = provenance or {}
-        self._folder = LocalFolder(self.path)
         self.dataset = self._open(codec, final_positions)
         self._codec = open_codec(self.dataset.codec, spec.dtype)
         self._chunk_rows = chunk_rows(spec.hidden_size)
-        self.removed = remove_leftovers(self.path, STALE_SECONDS)
-        self.repaired = heal_store(self.path, self.dataset, self.options.trust_bytes)
+        self.removed = self._folder.remove_leftovers(STALE_SECONDS)
+        self.repaired = heal_store(self._folder, self.dataset, self.options.trust_bytes)
         self._index = load_index(self._folder, self.dataset)
         self._check_taps()
         self._view = Store(self._folder, self.dataset, self._index, spec.taps)
@@ -121,7 +115,7 @@ class StoreWriter:
         """Make the store or join it; what the caller left open is taken from it."""
         if codec is not None:
             open_codec(codec, self.spec.dtype)
-        if not (self.path / DATASET).exists():
+        if self._folder.read_file(DATASET) is None:
             if self._folder.shard_names():
                 read_dataset(self._folder)
             fresh = Dataset(
@@ -130,18 +124,15 @@ class StoreWriter:
                 final_positions=final_positions or "all",
                 provenance=self.provenance,
             )
-            create_dataset(self.path, fresh)
+            create_dataset(self._folder, fresh)
         found = read_dataset(self._folder)
         mine = Dataset(
             spec=self.spec,
             codec=codec or found.codec,
             final_positions=final_positions or found.final_positions,
         )
-        found.require_same(mine, str(self.path), any_taps=self.options.add_taps)
-        if not os.access(self.path / SHARDS, os.W_OK):
-            raise StoreError(
-                f"cannot write to {self.path / SHARDS}; make it writable or choose another folder"
-            )
+        found.require_same(mine, self.name, any_taps=self.options.add_taps)
+        self._folder.require_writable()
         return found
 
     def _check_taps(self) -> None:
@@ -149,13 +140,15 @@ class StoreWriter:
         for taps in [self.dataset.spec.taps, *(shard.taps for shard in self._index.shards)]:
             if mine & set(taps) and tuple(taps) != self.spec.taps:
                 raise SpecMismatchError(
-                    f"{self.path} already has taps {[t for t in taps if t in mine]}; a second pass must bring only new taps (or repeat an "
+                    f"{self.name} already has taps {[t for t in taps if t in mine]}; a second pass must bring only new taps (or repeat an "
                     f"earlier pass exactly: {list(taps)})"
                 )
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
-    def add(self, row: Row, states: torch.Tensor, *, parent: Parent | None = None) -> bool:
+    def add(
+        self, row: Row, states: Float[torch.Tensor, "taps tokens hidden"], *, parent: Parent | None = None
+    ) -> bool:
         """Take the states [taps, tokens, hidden] of ``row``; False when its key is stored or waiting already.
 
         The tensor is not copied: the caller must not write to it again. With ``parent``, the states are those of the tokens
@@ -292,7 +285,7 @@ class StoreWriter:
         builder, self._builder = self._builder, self._new_builder()
         self._sequence += 1
         self._opened_at = time.monotonic()
-        future = self._sealer.submit(write_shard, self.path, new_shard_name(self._sequence), builder)
+        future = self._sealer.submit(write_shard, self._folder, new_shard_name(self._sequence), builder)
         self._sealing = (future, builder)
 
     def _finish_seal(self) -> None:
@@ -326,7 +319,7 @@ class StoreWriter:
         if self._failed is not None:
             raise self._failed
         if self._closed:
-            raise StoreError(f"the writer of {self.path} is closed; open a new one")
+            raise StoreError(f"the writer of {self.name} is closed; open a new one")
 
     def close(self) -> None:
         """Seal, write the index, stop the threads; idempotent. Raises StorageFullError when sealing fails."""
@@ -336,7 +329,7 @@ class StoreWriter:
             try:
                 if self._failed is None:
                     self.seal()
-                    write_index(self.path, self.dataset)
+                    write_index(self._folder, self.dataset)
             finally:
                 self._closed = True
                 self._encoders.shutdown(wait=True, cancel_futures=True)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
-
-StorePath = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
-"""A folder or a URL; a Path is taken too."""
+from headrace.remote import Place
 
 
 class VerifyConfig(Section):
     """Prove a store: every checksum and count, ids against the rows, a random sample re-extracted, and its meaning."""
 
-    store: CliPositionalArg[StorePath]
+    store: CliPositionalArg[Place]
     """The store to prove: a folder, or a URL such as s3://bucket/run."""
     rows: Path | None = None
     """The rows it was extracted from; without them ids are only checked against each capture's own key."""
@@ -54,9 +52,9 @@ class VerifyConfig(Section):
 class CompareConfig(Section):
     """Error a tap between two stores of the same rows, made by two engines or settings."""
 
-    store_a: CliPositionalArg[StorePath]
+    store_a: CliPositionalArg[Place]
     """The first store: a folder or URL."""
-    store_b: CliPositionalArg[StorePath]
+    store_b: CliPositionalArg[Place]
     """The second store: errors are relative to its states."""
     model: str = ""
     """Target model; needed only when one store's final state is normed and the other's is not."""

@@ -66,6 +66,7 @@ class _OneShard:
 
     def __init__(self, folder: Folder, shard: str) -> None:
         self.name = folder.name
+        self.remote = folder.remote
         self._folder, self._shard = folder, shard
 
     def read_file(self, name: str) -> bytes | None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
@@ -62,6 +62,11 @@ def tidy(place: str | os.PathLike[str]) -> str:
             f"{name} is not a place that can be used; give a path, or s3://bucket/path, gs://…, az://…"
         )
     return text.rstrip("/")
+
+
+def absolute(place: str | os.PathLike[str]) -> str:
+    """``place`` as it is named from any other folder."""
+    return tidy(place) if is_url(place) else str(Path(place).expanduser().absolute())
 
 
 Place = Annotated[str, BeforeValidator(tidy)]
@@ -141,6 +146,8 @@ def told(doing: str, url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (BaseError, OSError, ValueError) as exc:
+        if "NoSuchBucket" in str(exc):
+            raise no_bucket(url, doing) from None
         raise StoreError(
             f"cannot {doing} {url}: {reason(exc)}; check the network and the endpoint, then run again: what is finished stays"
         ) from None
@@ -151,9 +158,9 @@ def reason(exc: BaseException) -> str:
 
     Only words known to be harmless are kept: the status, the service's error code, the kind of connection fault.
     """
-    text = str(exc)
+    text = str(exc).replace("retry_timeout", "")
     found = [
-        *re.findall(r"status (?:code )?\"?(\d{3}[ A-Za-z]*)", text)[:1],
+        *re.findall(r"status(?: code)?:? \"?(\d{3}[ A-Za-z]*)", text)[:1],
         *re.findall(r"<Code>([A-Za-z]{1,60})</Code>", text)[:1],
         *[word for word in _FAULTS if word in text.lower()][:2],
     ]
@@ -201,9 +208,9 @@ def write_object(bucket: Any, path: str, data: Any, url: str) -> None:
         raise no_bucket(url) from None
 
 
-def no_bucket(url: str) -> StoreError:
-    """The error of writing to a bucket that is not there."""
-    return StoreError(f"cannot write {url}: there is no such bucket; make it, or check the URL")
+def no_bucket(url: str, doing: str = "write") -> StoreError:
+    """The error of a bucket that is not there."""
+    return StoreError(f"cannot {doing} {url}: there is no such bucket; make it, or check the URL")
 
 
 def list_objects(bucket: Any, prefix: str, url: str) -> list[dict[str, Any]]:
@@ -217,34 +224,35 @@ def list_objects(bucket: Any, prefix: str, url: str) -> list[dict[str, Any]]:
         return []
 
 
-def upload_folder(folder: Path, url: str, *, last: str, retry: dict[str, Any] | None = None) -> int:
-    """Copy the files of ``folder`` to ``url``, the file ``last`` after all others: what has it is whole. One that is there
-    already is deleted first, so that no reader takes the old one for the new files'. Returns the bytes sent.
+def upload_files(folder: Path, names: Sequence[str], url: str) -> int:
+    """Copy files of ``folder`` to ``url``, the last one named after all others: what has it is whole. One of its name that is
+    there already is deleted first, so that no reader takes the old one for the new files'. Returns the bytes sent.
 
     Raises StoreError.
     """
     import obstore
 
-    bucket = open_bucket(url, retry)
-    files = sorted(
-        (file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")),
-        key=lambda file: (file == folder / last, file),
-    )
-    with contextlib.suppress(FileNotFoundError), told("replace", f"{url}/{last}"):
-        obstore.delete(bucket, last)
-    for file in files:
-        name = file.relative_to(folder).as_posix()
-        write_object(bucket, name, file, f"{url}/{name}")
-    return sum(file.stat().st_size for file in files)
+    bucket = open_bucket(url)
+    with contextlib.suppress(FileNotFoundError), told("replace", f"{url}/{names[-1]}"):
+        obstore.delete(bucket, names[-1])
+    for name in names:
+        write_object(bucket, name, folder / name, f"{url}/{name}")
+    return sum((folder / name).stat().st_size for name in names)
 
 
-def fetch_folder(url: str, into: Path, *, last: str, retry: dict[str, Any] | None = None) -> Path | None:
+def upload_folder(folder: Path, url: str, *, last: str) -> int:
+    """Copy all files of ``folder`` to ``url`` as :func:`upload_files` does."""
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return upload_files(folder, [*(name for name in names if name != last), last], url)
+
+
+def fetch_folder(url: str, into: Path, *, last: str) -> Path | None:
     """A local copy of the folder at ``url``, made under ``into`` and found there again for as long as no object there has
     changed (name, size, etag). None when it has no object ``last``. Raises StoreError.
     """
     import obstore
 
-    bucket = open_bucket(url, retry)
+    bucket = open_bucket(url)
     entries = sorted(list_objects(bucket, "", url), key=lambda entry: str(entry["path"]))
     if not any(entry["path"] == last for entry in entries):
         return None

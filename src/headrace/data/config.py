@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
+from headrace.remote import Place
 
 Shape = Literal["auto", "messages", "conversations", "alpaca", "prompt", "text", "tokens"]
 
@@ -26,6 +27,8 @@ class PrepareConfig(Section):
     """Hub revision of the target."""
     out: Path
     """Row folder to make; an existing one is reused when nothing changed, else replaced."""
+    mirror: Place = ""
+    """Also copy the finished row folder to this URL, such as s3://bucket/rows; commands that take rows take the URL too."""
     shape: Shape = "auto"
     """Shape of the records, when it must not be told from their keys."""
     role_aliases: dict[str, str] = Field(default_factory=dict)

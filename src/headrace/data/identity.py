@@ -18,7 +18,7 @@ from headrace.data.folder import file_hash
 from headrace.data.rows import FORMAT
 from headrace.data.sources import Sources, dataset_identity, find_sources
 
-_NOT_PART = {"files", "out", "model", "workers", "stall_seconds"}
+_NOT_PART = {"files", "out", "mirror", "model", "workers", "stall_seconds"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt",
                     "added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")  # fmt: skip
 

@@ -18,6 +18,7 @@ from headrace.data.emit import EmitOptions, Emitter
 from headrace.data.folder import WorkFolder, refuse_foreign_folder
 from headrace.data.hygiene import PromptOverlap, require_datasketch
 from headrace.data.identity import inputs_key
+from headrace.data.mirror import check_mirror, mirror_rows
 from headrace.data.pool import Pool, WorkerSetup
 from headrace.data.progress import Progress
 from headrace.data.readers import Chunk
@@ -62,6 +63,8 @@ class _Preparation:
         if config.near_duplicates:
             require_datasketch()
         refuse_foreign_folder(config.out, KIND)
+        if config.mirror:
+            check_mirror(config.mirror)
         sources = find_sources(config.files)
         self._check_tokenizer()
         for name in sources.ignored:
@@ -226,6 +229,11 @@ class _Preparation:
         }
 
     def _result(self, manifest: dict[str, Any], reused: bool) -> dict[str, Any]:
+        if self.config.mirror:
+            sent = mirror_rows(self.config.out, self.config.mirror)
+            self.say(
+                f"copied to {self.config.mirror}" if sent else f"{self.config.mirror} has these rows already"
+            )
         seconds = time.monotonic() - self.started
         return {**manifest, "out": str(self.config.out), "reused": reused, "seconds": round(seconds, 3)}
 

@@ -35,14 +35,17 @@ from headrace.data.folder import (
     work_folder,
 )
 from headrace.data.tables import SCHEMA, Facts, rows_to_table, table_to_rows
+from headrace.demo import cache_root
 from headrace.errors import CorruptError, InputError
 from headrace.files import FULL_ERRNOS, read_json, write_json
+from headrace.remote import fetch_folder, is_url, tidy
 from headrace.types import Row, row_key
 
 __all__ = ["FORMAT", "KIND", "SPLITS", "Facts", "RowFolder", "RowWriter"]
 
 KIND = "headrace.rows"
 FORMAT = 1
+MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 GROUP_TOKENS = 1 << 20  # a row group is closed at this many tokens: 4 MiB of ids
 GROUP_ROWS = 8192
@@ -228,8 +231,9 @@ class RowFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RowFolder:
-        """Open a folder. Raises InputError when it is none of ours, CorruptError when a file is missing or was cut."""
-        folder = Path(path)
+        """Open a folder, or a URL, whose files are copied into the cache once. Raises InputError when it is none of ours,
+        CorruptError when a file is missing or was cut, StoreError when a bucket cannot be read."""
+        folder = _fetched(path) if is_url(path) else Path(tidy(path))
         if not folder.is_dir():
             raise InputError(f"row folder {folder} does not exist; make it with headrace prepare")
         manifest = read_json(folder / "manifest.json") if (folder / "manifest.json").is_file() else {}
@@ -324,6 +328,13 @@ class RowFolder:
             raise CorruptError(
                 f"{self._file(split)} cannot be read ({exc}); run headrace prepare again"
             ) from exc
+
+
+def _fetched(url: Path | str) -> Path:
+    folder = fetch_folder(tidy(url), cache_root() / "rows", last=MANIFEST)
+    if folder is None:
+        raise InputError(f"there is no row folder at {url}; make it with headrace prepare --mirror")
+    return folder
 
 
 _ROW_COLUMNS = ["key", "input_ids", "loss_mask", "source", "line", "conversation"]

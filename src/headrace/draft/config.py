@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ByteSize, ConfigDict, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
 from headrace.draft.options import LossOptions, MachineOptions, OptimOptions, TrainOptions
 from headrace.draft.shape import DraftConfig, FcNorm, RopeConfig, RopeType
+from headrace.remote import Place
 
 __all__ = [
     "DiagnoseConfig",
@@ -60,9 +61,9 @@ class TrainConfig(TrainOptions):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    store: CliPositionalArg[Path]
-    """Store made by `headrace extract`."""
-    rows: Path
+    store: CliPositionalArg[Place]
+    """Store made by `headrace extract`: a folder or a URL."""
+    rows: Place
     """The rows it was extracted from: their split says what is held out."""
     model: str
     """Target: a model folder or hub id."""
@@ -70,10 +71,16 @@ class TrainConfig(TrainOptions):
     """Hub revision of the target."""
     out: Path
     """Drafter folder; a run that was stopped there is continued."""
+    mirror: Place = ""
+    """Also copy each finished checkpoint, the best drafter and the manifest to this URL; a run whose out is gone goes on from there."""
     start: Path | None = Field(default=None, alias="from")
     """Start from this drafter (ours, or after `headrace import-draft`) instead of new weights; its shape is kept."""
     shape: ShapeOptions = ShapeOptions()
     """The drafter's shape."""
+    cache: Path | None = None
+    """Where blocks of a store at a URL are kept on disk; ~/.cache/headrace/blocks when empty."""
+    cache_bytes: ByteSize = Field(default=ByteSize(32 << 30), ge=0)
+    """What that cache may hold; least recently used goes first. 0 = no cache, each read travels."""
     threads: int = Field(default=2, ge=1)
     """Threads that read and decode the store."""
     save_minutes: float = Field(default=5.0, gt=0)
@@ -91,9 +98,9 @@ class DiagnoseConfig(Section):
 
     draft: CliPositionalArg[Path]
     """Drafter folder."""
-    store: CliPositionalArg[Path]
-    """Store to measure on."""
-    rows: Path | None = None
+    store: CliPositionalArg[Place]
+    """Store to measure on: a folder or a URL."""
+    rows: Place | None = None
     """The store's rows; with them only held-out rows are used."""
     model: str = ""
     """The target, if it is no longer where the drafter's spec says."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headrace.demo import cache_root
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import ShapeOptions, TrainConfig
 from headrace.draft.data import Placing, StorePacks
@@ -20,12 +21,23 @@ from headrace.draft.vocab import DraftVocab, choose_vocab, count_tokens
 from headrace.draft.warm import copy_layer, initialize
 from headrace.draft.workers import Workers
 from headrace.errors import ConfigError, InputError, SpecMismatchError
+from headrace.remote import is_url
 from headrace.target import Target
 from headrace.types import FINAL, CaptureSpec, hash_json
 
 if TYPE_CHECKING:
     from headrace.data.rows import RowFolder
     from headrace.store import Store
+    from headrace.store.cache import Cache
+
+
+def _cache(config: TrainConfig) -> Cache | None:
+    """The disk cache for a store at a URL."""
+    from headrace.store.cache import Cache
+
+    if not is_url(config.store) or not config.cache_bytes:
+        return None
+    return Cache(config.cache or cache_root() / "blocks", int(config.cache_bytes))
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Data:
         from headrace.data.rows import RowFolder
         from headrace.store import Store
 
-        store, rows = Store.open(config.store), RowFolder.open(config.rows)
+        store, rows = Store.open(config.store, cache=_cache(config)), RowFolder.open(config.rows)
         target.require(store.spec, f"store {config.store}")
         if FINAL not in store.spec.taps:
             raise SpecMismatchError(

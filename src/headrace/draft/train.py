@@ -22,6 +22,7 @@ from headrace._version import __version__
 from headrace.draft.checkpoint import CONFIG, save_draft
 from headrace.draft.config import TrainConfig
 from headrace.draft.metrics import Accuracy
+from headrace.draft.mirror import Mirror
 from headrace.draft.objective import Objective
 from headrace.draft.record import Curves, Progress
 from headrace.draft.setup import Data, Parts, make_parts, train_packs, validation_packs
@@ -37,7 +38,7 @@ Say = Callable[[str], None]
 KIND = "headrace.train"
 MANIFEST = "manifest.json"
 # Options that may differ when a run is continued: they change no number.
-_FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every", "store", "rows", "model"})
+_FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every", "store", "rows", "model", "cache", "cache_bytes", "mirror"})
 
 
 def train(config: TrainConfig, say: Say) -> dict[str, Any]:
@@ -56,6 +57,10 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
         "store": data.store.spec.to_dict() | {"target": ""},
         "workers": workers.count,
     }
+    mirror = Mirror(config.mirror, config.out, say) if config.mirror and workers.first else None
+    if mirror is not None:
+        mirror.fetch()
+    workers.barrier()
     finished = _look(config.out, identity)
     if workers.agree(finished is not None):
         say(f"{config.out} holds this run already, finished; nothing to do")
@@ -64,6 +69,7 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     parts = make_parts(config, target, data, machine)
     run = _Run(config, parts, data, target, machine, workers, say if workers.first else _silent)
+    run.mirror = mirror
     run.announce()
     run.claim(identity)
     run.resume()
@@ -128,6 +134,7 @@ class _Run:
         self.best: dict[str, Any] = {}
         self.latest: dict[str, Any] = {}
         self.saved_at = time.monotonic()
+        self.mirror: Mirror | None = None
 
     def announce(self) -> None:
         """Say what is about to be trained, with the numbers that are asked for when it fails."""
@@ -157,6 +164,8 @@ class _Run:
         if self.workers.first:
             self.config.out.mkdir(parents=True, exist_ok=True)
             self._manifest(identity, None)
+            if self.mirror is not None:
+                self.mirror.begin()
         self.workers.barrier()
 
     def _manifest(self, identity: dict[str, Any], result: dict[str, Any] | None) -> None:
@@ -209,15 +218,19 @@ class _Run:
         if better:
             self.best = self.latest
             save_draft(self.config.out, self.parts.model, self.parts.spec, self.lineage())
+            if self.mirror is not None:
+                self.mirror.drafter()
 
     def checkpoint(self, step: int, last: bool) -> None:
         """Save every few minutes, all workers at the same step."""
         if not last and step % self.config.log_every:
             return
         if last or self.workers.agree(time.monotonic() - self.saved_at > 60 * self.config.save_minutes):
-            save_state(
+            path = save_state(
                 self.config.out / "checkpoints", self.trainer, {"best": self.best, "latest": self.latest}
             )
+            if self.mirror is not None:
+                self.mirror.checkpoint(path)
             self.saved_at = time.monotonic()
 
     # --- the end ----------------------------------------------------------------------------------------------
@@ -264,4 +277,6 @@ class _Run:
         self.workers.barrier()
         if self.workers.first:
             self._manifest(identity, result)
+            if self.mirror is not None:
+                self.mirror.finish()
         return result if self.workers.first else {}

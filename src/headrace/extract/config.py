@@ -26,8 +26,8 @@ class ExtractConfig(Section):
     """Rows → store, through an inference engine. Can be stopped or killed at any moment; the same command goes on."""
 
     # --- what goes in and out ---------------------------------------------------------------------------------
-    rows: CliPositionalArg[Path]
-    """Row folder made by `headrace prepare`."""
+    rows: CliPositionalArg[Place]
+    """Row folder made by `headrace prepare`, or the URL of its mirror."""
     model: str
     """Target: a model folder or hub id."""
     revision: str = ""

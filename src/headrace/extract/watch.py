@@ -87,7 +87,7 @@ class Watch:
 
     def last(self) -> Snapshot:
         """The final state, shown and recorded."""
-        self._bytes_stored = self._shards.measure()
+        self._bytes_stored = stored_size(self.journal.place).measure()  # asked anew, however lately it was
         snapshot = self.snapshot()
         self.journal.progress(snapshot)
         self.journal.norms(self.pipeline.verifier.norms.summary())

@@ -17,7 +17,7 @@ class VerifyConfig(Section):
 
     store: CliPositionalArg[Place]
     """The store to prove: a folder, or a URL such as s3://bucket/run."""
-    rows: Path | None = None
+    rows: Place | None = None
     """The rows it was extracted from; without them ids are only checked against each capture's own key."""
     model: str
     """Target model: a folder or a hub id."""

@@ -103,6 +103,7 @@ def _profile_provider() -> Any:
     if os.environ.get("AWS_ACCESS_KEY_ID") or not _has_profile():
         return None
     try:
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise PreflightError(
@@ -112,6 +113,10 @@ def _profile_provider() -> Any:
         return Boto3CredentialProvider()
     except ValueError:
         return None  # a profile without credentials: whatever obstore finds, then
+    except BotoCoreError as exc:
+        raise PreflightError(
+            f"the AWS profile {os.environ.get('AWS_PROFILE', 'default')} gives no credentials ({type(exc).__name__}); check AWS_PROFILE and ~/.aws"
+        ) from None
 
 
 def _has_profile() -> bool:

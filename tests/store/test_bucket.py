@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("moto")
 import obstore
 
-from headrace.errors import GoneError, InputError, SpecMismatchError, StoreError
+from headrace.errors import GoneError, InputError, PreflightError, SpecMismatchError, StoreError
 from headrace.remote import open_bucket, reason, tidy, told
 from headrace.store import Store, StoreWriter, WriterOptions
 from headrace.store.bucket import HEAD_BYTES, RemoteFolder
@@ -387,6 +387,21 @@ def test_places(tmp_path: Path) -> None:
     for wrong in ("ftp://host/x", "s3:///run", "file://host/x"):
         with pytest.raises(InputError):
             tidy(wrong)
+
+
+def test_a_profile_gives_credentials(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through boto3; without keys in the environment and without a profile nothing could be signed here."""
+    file = tmp_path / "credentials"
+    file.write_text("[mine]\naws_access_key_id = AKIA1\naws_secret_access_key = x\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    fill(url)
+    assert_same(url)
+    monkeypatch.setenv("AWS_PROFILE", "nobodys")
+    with pytest.raises(PreflightError, match="profile nobodys"):
+        Store.open(url)
 
 
 def test_errors_say_nothing_of_what_the_service_repeats() -> None:

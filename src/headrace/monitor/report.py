@@ -23,6 +23,7 @@ from headrace.monitor.history import History
 from headrace.monitor.status import Status, read_status
 from headrace.monitor.svg import bar_plot, line_plot, norm_plot
 from headrace.store import Store
+from headrace.store.folder import DATASET, open_folder
 
 SHOWN_FAILURES = 500
 STYLE = Path(__file__).parent / "static" / "report.css"
@@ -44,9 +45,10 @@ class Report:
         self.files = RunFiles.find(path)
         self.manifest = read_json(self.files.manifest)
         self.status: Status = read_status(self.files.store)
-        if not (self.files.store / "dataset.json").exists():
-            raise InputError(f"{self.files.store} has no captures yet; the report is about what was captured")
-        self.store = Store.open(self.files.store)
+        place = self.manifest["config"].get("store") or str(self.files.store)
+        if open_folder(place).read_file(DATASET) is None:
+            raise InputError(f"{place} has no captures yet; the report is about what was captured")
+        self.store = Store.open(place)
         history = History(self.files.events)
         history.update()
         self.course = history.to_json()
@@ -80,7 +82,7 @@ class Report:
             Check("every row has its capture", not self.failures, f"{len(self.failures):,} rows without")
         )
         known = {shard.name for shard in self.store.index.shards}
-        there = {file.name for file in (self.files.store / "shards").glob("[!.]*.safetensors")}
+        there = set(self.store.folder.shard_names())
         out.append(
             Check(
                 "the index knows every shard",

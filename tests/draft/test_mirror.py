@@ -67,6 +67,7 @@ def test_training_from_a_bucket_with_a_copy_in_one(
     # another run may not take its place
     with pytest.raises(ConfigError, match="holds another run"):
         train(config(world, tmp_path / "other", seed=5, mirror=copy), quiet)
+    assert not (tmp_path / "other").exists()
     # a finished run whose folder is gone is found finished
     shutil.rmtree(tmp_path / "out")
     said: list[str] = []

@@ -13,12 +13,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headrace.draft.checkpoint import CONFIG, WEIGHTS
 from headrace.draft.state import FACTS as STATE
 from headrace.draft.state import TENSORS
 from headrace.errors import ConfigError, StoreError
-from headrace.files import read_json
 from headrace.remote import (
     fetch_folder,
     is_url,
@@ -43,9 +43,17 @@ class Mirror:
         self.url, self.folder, self.say = url, folder, say
         self._failed = False
 
-    def fetch(self) -> None:
-        """Bring back what is at the URL, when the local folder holds no run. Raises StoreError."""
-        if (self.folder / MANIFEST).exists():
+    def fetch(self, identity: dict[str, Any]) -> None:
+        """Bring back what is at the URL, when the local folder holds no run. ``identity`` is what makes this run this run.
+
+        Raises ConfigError when the URL holds another one, StoreError.
+        """
+        there = read_object(open_bucket(self.url), MANIFEST, f"{self.url}/{MANIFEST}")
+        if there is not None and json.loads(there).get("identity") != json.loads(json.dumps(identity)):
+            raise ConfigError(
+                f"--mirror {self.url} holds another run, or one with other settings; give another URL"
+            )
+        if there is None or (self.folder / MANIFEST).exists():
             return
         work = self.folder / ".mirror"
         copy = fetch_folder(self.url, work, last=MANIFEST)
@@ -68,14 +76,7 @@ class Mirror:
         self._try(self._drafter)
 
     def begin(self) -> None:
-        """The URL is this run's from now on. Raises ConfigError when it holds another one, StoreError."""
-        there = read_object(open_bucket(self.url), MANIFEST, f"{self.url}/{MANIFEST}")
-        mine = read_json(self.folder / MANIFEST)
-        if there is not None and json.loads(there).get("identity") != mine["identity"]:
-            raise ConfigError(f"--mirror {self.url} holds another run; give another URL")
-        self._manifest()
-
-    def _manifest(self) -> None:
+        """Copy the manifest: the URL is this run's from now on. Raises StoreError."""
         write_object(open_bucket(self.url), MANIFEST, self.folder / MANIFEST, f"{self.url}/{MANIFEST}")
 
     def finish(self) -> None:
@@ -84,7 +85,7 @@ class Mirror:
             for path in sorted((self.folder / CHECKPOINTS).glob("step-*"))[-1:]:
                 self._checkpoint(path)
             self._drafter()
-        self._manifest()
+        self.begin()
 
     def _checkpoint(self, path: Path) -> None:
         import obstore

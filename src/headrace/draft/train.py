@@ -59,7 +59,7 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     }
     mirror = Mirror(config.mirror, config.out, say) if config.mirror and workers.first else None
     if mirror is not None:
-        mirror.fetch()
+        mirror.fetch(identity)
     workers.barrier()
     finished = _look(config.out, identity)
     if workers.agree(finished is not None):

@@ -15,7 +15,7 @@ from headrace.store.arrays import bits_of
 from headrace.store.build import ShardBuilder, encode_capture
 from headrace.store.check import check_store
 from headrace.store.codecs import open_codec
-from headrace.store.folder import LocalFolder, new_shard_name
+from headrace.store.folder import LocalFolder, MappedFile, new_shard_name
 from headrace.store.publish import write_shard
 from headrace.store.repair import repair_store
 from headrace.store.shard import Shard
@@ -141,16 +141,21 @@ def test_a_quick_check_looks_at_structure_and_a_sample(tmp_path: Path) -> None:
 def test_an_unreadable_disk_block_is_a_problem_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_store(tmp_path / "s", ROWS[:1])
+    """Only the capture whose bytes cannot be read is lost, not those that would be read in one go with it."""
+    path = write_store(tmp_path / "s", ROWS[:3], codec="raw")
+    shard = Shard(LocalFolder(path).open_shard(shard_files(path)[0].name))
+    tap = shard.spec.taps[0]
+    bad = shard.prefix.starts[tap] + shard.chunks(1, tap)[0].start
+    read = MappedFile.read
 
-    def fail(self: Shard, *_: object) -> None:
-        raise OSError(5, "Input/output error")
+    def fail(self: MappedFile, start: int, stop: int) -> memoryview:
+        if 0 < start <= bad < stop:  # header and tables are read from 0 on
+            raise OSError(5, "Input/output error")
+        return read(self, start, stop)
 
-    monkeypatch.setattr(Shard, "verify", fail)
-    report = check_store(LocalFolder(path))
-    assert [p.kind for p in report.problems] == ["states"] and "Input/output error" in report.problems[
-        0
-    ].message
+    monkeypatch.setattr(MappedFile, "read", fail)
+    (problem,) = check_store(LocalFolder(path)).problems
+    assert (problem.kind, problem.slot) == ("states", 1) and "Input/output error" in problem.message
 
 
 def test_a_lost_or_damaged_index_is_made_again(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from headrace.errors import CorruptError, GoneError, InputError
 from headrace.store.build import kept_positions
 from headrace.store.dataset import Dataset, read_dataset
 from headrace.store.folder import INDEX, Folder
+from headrace.store.format import Array
 from headrace.store.index import Index
 from headrace.store.reader import REQUESTS, open_shard
-from headrace.store.shard import Chunk, Shard
+from headrace.store.shard import Shard
 from headrace.types import Tap
 
 Kind = Literal["dataset", "shard", "key", "states", "parent", "duplicate", "index"]
@@ -55,17 +56,15 @@ class CheckReport:
         return not self.problems
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Chunks of one shard that one task checks."""
+class _Unit(NamedTuple):
+    """Chunks of one tap of one shard that one task checks."""
 
     name: str
     shard: Shard
-    chunks: list[tuple[int, Tap, Chunk]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(chunk.stop - chunk.start for _, _, chunk in self.chunks)
+    tap: Tap
+    numbers: Array
+    """int64, ascending places in the tap's chunk table."""
+    nbytes: int
 
 
 def check_store(
@@ -239,25 +238,20 @@ def _check_index(folder: Folder, shards: dict[str, Shard]) -> list[Problem]:
 def _units(shards: list[tuple[str, Shard]], share: float) -> Iterator[_Unit]:
     """The work, made as it is needed: a store of terabytes has millions of chunks."""
     for name, shard in shards:
-        chunks = [
-            (slot, tap, c)
-            for slot in range(len(shard))
-            for tap in shard.spec.taps
-            for c in shard.chunks(slot, tap)
-        ]
-        if share < 1.0 and chunks:
-            chunks = random.sample(chunks, max(1, int(share * len(chunks))))
-        chunks.sort(key=lambda item: (str(item[1]), item[2].start))  # as they lie in the file
-        unit: list[tuple[int, Tap, Chunk]] = []
-        size = 0
-        for item in chunks:
-            unit.append(item)
-            size += item[2].stop - item[2].start
-            if size >= _UNIT_BYTES:
-                yield _Unit(name, shard, unit)
-                unit, size = [], 0
-        if unit:
-            yield _Unit(name, shard, unit)
+        taps = list(shard.tables.ends)
+        firsts = np.cumsum([0, *(len(shard.tables.ends[tap]) for tap in taps)])
+        total = int(firsts[-1])
+        picked = np.arange(total)
+        if share < 1.0 and total:
+            picked = np.sort(random.sample(range(total), max(1, int(share * total))))
+        for tap, first, last in zip(taps, firsts[:-1], firsts[1:], strict=True):
+            numbers = picked[(picked >= first) & (picked < last)] - first
+            sizes = np.diff(shard.tables.ends[tap], prepend=0)[numbers]
+            # cut where the running sum passes a multiple of the unit
+            cuts = np.flatnonzero(np.diff(np.cumsum(sizes) // _UNIT_BYTES)) + 1
+            for some, bytes_ in zip(np.split(numbers, cuts), np.split(sizes, cuts), strict=True):
+                if len(some):
+                    yield _Unit(name, shard, tap, some, int(bytes_.sum()))
 
 
 def _check_payloads(
@@ -282,13 +276,6 @@ def _check_payloads(
 
 
 def _check_unit(unit: _Unit) -> tuple[int, list[Problem]]:
-    problems = []
-    for slot, tap, chunk in unit.chunks:
-        try:
-            unit.shard.verify(slot, tap, chunk)
-        except CorruptError as exc:
-            problems.append(Problem("states", unit.name, slot, unit.shard.key(slot), str(exc)))
-        except OSError as exc:
-            message = f"{unit.shard.name} cannot be read ({exc.strerror}); run headrace repair"
-            problems.append(Problem("states", unit.name, slot, unit.shard.key(slot), message))
+    found = unit.shard.damaged(unit.tap, unit.numbers)
+    problems = [Problem("states", unit.name, slot, unit.shard.key(slot), message) for slot, message in found]
     return unit.nbytes, problems

@@ -1,7 +1,7 @@
 """Drafters of other tools → ours: SGLang and SpecForge folders (``LlamaForCausalLMEagle3``) and vLLM's speculators format.
 
 What such a folder leaves unsaid is the target's (embedding) or an error (head, vocabulary map): nothing is made up. Layer
-ids are converted here, once: SGLang means the *output* of block k (boundary k + 1), vLLM its *input* (boundary k).
+ids mean what the engine of the folder's format would capture for this target (:mod:`headrace.draft.layerids`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.config import build
 from headrace.draft.checkpoint import assign, load_tensors, save_draft
 from headrace.draft.config import ImportConfig
+from headrace.draft.layerids import EngineName, boundaries
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.shape import DraftConfig, RopeConfig
 from headrace.errors import ConfigError, InputError
@@ -33,7 +34,7 @@ _RENAMED = {"midlayer.": "layers.0.", "input_layernorms.": "input_layernorm."}
 class Foreign:
     """A foreign drafter's config, read."""
 
-    kind: str
+    kind: EngineName
     """sglang or vllm: which tool's folder it is."""
     layer: dict[str, Any]
     """The llama keys of its decoder layer."""
@@ -94,19 +95,19 @@ def read_config(document: dict[str, Any], file: Path, config: ImportConfig, targ
         raise InputError(
             f"{file} has architectures {names} and no speculators_model_type; it is not an EAGLE-3 drafter"
         )
-    kind = "vllm" if speculators else "sglang"
+    kind: EngineName = "vllm" if speculators else "sglang"
     layer = dict(document.get("transformer_layer_config") or document)
     inner = dict(document.get("eagle_config") or {})
     ids = document.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
-    convention = kind if config.tap_convention == "auto" else config.tap_convention
+    convention: EngineName = config.tap_convention if config.tap_convention != "auto" else kind
     layers = target.num_layers
     if config.taps:
         taps = tuple(config.taps)
     elif ids:
-        taps = tuple(int(i) + (1 if convention == "sglang" else 0) for i in ids)
+        taps = boundaries([int(i) for i in ids], target, convention)
     else:  # what both engines do without a word
         taps = (2, layers // 2, layers - 3)
-    if max(taps) > layers:
+    if max(taps) > layers or min(taps) < 0:
         raise InputError(
             f"{file} reads boundaries {list(taps)}, {target.name} has {layers} layers; is it the drafter of another target?"
         )

@@ -16,10 +16,10 @@ from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
 from headrace.draft.config import DraftConfig
+from headrace.draft.layerids import EngineName, deepseek_like, layer_ids
 from headrace.errors import ConfigError
 from headrace.target import Target
 
-EngineName = Literal["sglang", "vllm"]
 TESTED: dict[str, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
 """Versions that exports are served with in the tests."""
 
@@ -34,16 +34,6 @@ _SINCE: dict[str, dict[str, str]] = {
     },
     "vllm": {"eagle3": "0.32.0"},
 }
-# SGLang targets that take a list of layer ids as inputs of layers, unless its first is 1 (deepseek_v2.py, gpt_oss.py).
-_SGLANG_INPUT_IDS = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "kimi_k25",
-    "glm4_moe_lite",
-    "gpt_oss",
-)
 
 
 class ExportConfig(Section):
@@ -103,11 +93,11 @@ def _unsupported(config: DraftConfig, target: Target, engine: EngineName) -> lis
             )
         if 0 in config.taps:
             lines.append("it has no number for the embedding output, boundary 0 (train with later taps)")
-        elif _input_ids(target) and min(config.taps) == 1:
+        elif layer_ids(sorted(config.taps), target, engine) is None:
             lines.append(
                 "for this target it would read the tap list from boundary 1 on as one layer later (train with a first tap of 2 or more)"
             )
-    elif 0 in config.taps and target.model_type in _SGLANG_INPUT_IDS:
+    elif 0 in config.taps and (deepseek_like(target) or target.model_type == "gpt_oss"):
         lines.append(
             "it cannot capture the embedding output, boundary 0, of this target (train with later taps)"
         )
@@ -135,19 +125,14 @@ def version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in numbers[1].split("."))
 
 
-def _input_ids(target: Target) -> bool:
-    return target.model_type in _SGLANG_INPUT_IDS
-
-
 def tap_ids(taps: tuple[int, ...], target: Target, engine: EngineName) -> list[int]:
-    """Ascending boundaries as the engine numbers them.
-
-    vLLM: the boundary itself. SGLang: the layer whose output it is, boundary - 1; DeepSeek, Kimi and gpt-oss targets take
-    the boundary itself unless the first number is 1, and then boundary - 1 too.
-    """
-    if engine == "vllm" or (_input_ids(target) and taps[0] != 2):
-        return list(taps)
-    return [tap - 1 for tap in taps]
+    """Ascending boundaries as the engine numbers them. Raises ConfigError where it has no numbers that mean them."""
+    ids = layer_ids(taps, target, engine)
+    if ids is None:
+        raise ConfigError(
+            f"{engine} has no layer ids for boundaries {list(taps)} of {target.name}; train with other taps"
+        )
+    return ids
 
 
 def layer_config(config: DraftConfig, target: Target, max_positions: int, dtype: str) -> dict[str, Any]:

@@ -326,3 +326,17 @@ def test_tree_mask_equals_chains() -> None:
         model.step(ids, states, positions, chain)
         alone = model.step(torch.tensor([[token]]), state, torch.tensor([[3]]), chain)
         torch.testing.assert_close(both[:, column], alone[:, 0])
+
+
+def test_xp06_positions_beyond_those_trained_are_like_any() -> None:
+    """Rotary positions are relative: a chain far beyond ``max_positions`` and the trained length proposes what it does at 0."""
+    model = toy_draft(toy_config(max_positions=64), dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 30, (1, 12), generator=generator)
+    states = torch.randn(1, 12, 16, generator=generator, dtype=torch.float64)
+    slots = torch.arange(12)[None]
+    outputs = [
+        model.step(ids, states, slots + shift, DraftCache.allocate(model, 1, 12), slots=slots)
+        for shift in (0, 5000)
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)

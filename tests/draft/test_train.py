@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.config import build
+from headrace.data.rows import RowFolder
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import TrainConfig
+from headrace.draft.setup import Data
 from headrace.draft.train import train
 from headrace.errors import ConfigError, HeadraceError, SpecMismatchError
+from headrace.store import Store
 
 from .conftest import World, make_world
 
@@ -70,6 +73,17 @@ def test_one_seed_gives_identical_losses_and_weights(world: World, tmp_path: Pat
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     train(config(world, tmp_path / "c", seed=1), quiet)
     assert losses(tmp_path / "c") != losses(tmp_path / "a")
+
+
+def test_tr15_no_row_is_on_both_sides_and_none_is_lost(world: World, tmp_path: Path) -> None:
+    """What trains and what validates, as the run itself takes them: disjoint, and together everything that is stored."""
+    opened = Data.open(config(world, tmp_path / "d"), world.target)
+    train_keys, held = set(opened.train), set(opened.validation)
+    assert (
+        not train_keys & held and len(train_keys) == len(opened.train) and len(held) == len(opened.validation)
+    )
+    assert train_keys | held == set(Store.open(world.store).keys()) == set(RowFolder.open(world.rows).keys())
+    assert (opened.facts["train_rows"], opened.facts["validation_rows"]) == (len(train_keys), len(held))
 
 
 class Killed(Exception):

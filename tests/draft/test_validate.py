@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.config import build
-from headrace.data.rows import RowWriter
+from headrace.data.rows import RowFolder, RowWriter
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import TrainConfig
 from headrace.draft.data import Document, MemoryPacks, Placing
@@ -19,9 +19,10 @@ from headrace.draft.teacher import Teacher
 from headrace.draft.train import train
 from headrace.draft.ttt import Pack, Unroll
 from headrace.draft.validate import draft_freely, replay, validate
-from headrace.store import Store
+from headrace.store import Store, StoreWriter
 from headrace.target import Head
 from headrace.testing.models import make_tiny_model
+from headrace.types import Row
 
 from .conftest import World, capture_into, write_rows
 from .toys import draft_ids, toy_config, toy_draft, toy_pack
@@ -117,6 +118,39 @@ def test_validation_pools_over_packs() -> None:
         and (one.simulated.at_least == many.simulated.at_least).all()
     )
     assert 0 <= one.accuracy.conditional[0] <= 1 and one.simulated.length >= 1
+
+
+def test_tr22_text_of_another_hand_is_told_and_marked(world: World, tmp_path: Path) -> None:
+    """On rows that the target wrote nothing is said; on others every number is marked and the run warns, once."""
+    said: list[str] = []
+    result = train(_short(world, tmp_path / "own", world.store, world.rows), said.append)
+    assert result["val_on_policy"] is True and result["last"]["text_agreement"] > 0.9
+    assert not any("off-policy" in line for line in said)
+    source, other = Store.open(world.store), World(world.model, tmp_path / "rows", tmp_path / "store")
+    rows = RowFolder.open(world.rows)
+    held = set(rows.keys("validation"))
+    generator = np.random.default_rng(0)
+    with (
+        RowWriter(other.rows, {}) as writer,
+        StoreWriter(other.store, source.spec) as store,
+    ):
+        for capture in map(source.get, source.keys()):
+            assert capture.mask is not None
+            row = Row.make(generator.integers(0, 96, len(capture.ids)), capture.mask)
+            writer.add(row, "validation" if capture.key in held else "train")
+            store.add(row, capture.states)
+    said.clear()
+    result = train(_short(world, tmp_path / "foreign", other.store, other.rows), said.append)
+    assert result["val_on_policy"] is False and result["last"]["text_agreement"] < 0.2
+    assert sum("off-policy" in line for line in said) == 1
+
+
+def _short(world: World, out: Path, store: Path, rows: Path) -> TrainConfig:
+    values = {
+        "store": store, "rows": rows, "model": str(world.model), "out": out, "ttt_steps": 2, "tokens_per_pack": 256, "max_steps": 4,
+        "validate_every": 2, "tensorboard": False, "shape": {"vocab": 0}, "machine": {"device": "cpu"},
+    }  # fmt: skip
+    return build(TrainConfig, values, "test")
 
 
 @pytest.mark.slow

@@ -91,6 +91,8 @@ class TrainConfig(TrainOptions):
     """Draft steps in validation: K of the acceptance lengths."""
     tensorboard: bool = True
     """Write TensorBoard curves when it is installed."""
+    wandb: str = ""
+    """Also log to this Weights & Biases project; off when empty. The key comes from WANDB_API_KEY or `wandb login`, never from here."""
 
 
 class DiagnoseConfig(Section):
@@ -126,7 +128,7 @@ class ImportConfig(Section):
     taps: list[int] = Field(default_factory=list)
     """Boundaries it reads, when its config does not say or you know better."""
     tap_convention: Literal["auto", "sglang", "vllm"] = "auto"
-    """What its layer ids mean: sglang, the output of layer k (boundary k + 1); vllm, the input of layer k (boundary k); auto: by its format."""
+    """What its layer ids mean: sglang, the output of layer k (boundary k + 1) for most targets; vllm, the input of layer k (boundary k); auto: by its format."""
 
     @model_validator(mode="after")
     def _taps(self) -> Self:

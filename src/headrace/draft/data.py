@@ -102,7 +102,7 @@ class Packs(Protocol):
         """Go on from such a place. Raises SpecMismatchError when the data or the order is another."""
 
     def per_epoch(self) -> int:
-        """Packs this worker gets in the first epoch (others differ by a few)."""
+        """Packs of the first epoch, over all workers (other epochs differ by a few)."""
 
 
 def ahead(items: Iterable[T], count: int = AHEAD) -> Iterator[T]:
@@ -124,14 +124,14 @@ class StorePacks:
     def __init__(
         self, store: Store, keys: Sequence[str], taps: Sequence[Tap], placing: Placing, loader: dict[str, Any]
     ) -> None:
-        """``loader``: token_budget, seed, epochs (None = without end), shuffle, placement of the store's PackedLoader."""
-        from headrace.store import PackedLoader
+        """``loader``: the options of a DealtLoader: token_budget, seed, epochs (None = without end), shuffle, rank, workers, threads."""
+        from headrace.draft.dealing import DealtLoader
 
         if placing.everywhere and store.final_positions != "all":
             raise ConfigError(
                 f"{store.name} keeps the final state of supervised tokens only, so training everywhere has no targets; extract with final_positions = all"
             )
-        self.loader = PackedLoader(store, keys, taps=(*taps, FINAL), **loader)
+        self.loader = DealtLoader(store, keys, taps=(*taps, FINAL), **loader)
         supervised = (
             np.array([store.entry(key).supervised for key in keys]) if placing.padded else np.zeros(0)
         )

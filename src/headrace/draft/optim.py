@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.draft.options import OptimOptions
+from headrace.draft.sharding import local, locals_of, part_of, put, whole, whole_from_part
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's Newton-Schulz coefficients (K. Jordan, 2024)
 
@@ -31,7 +32,9 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalized. Matrices of one shape are stacked, so a step launches few kernels.
 
-    Updates are scaled to the RMS of an AdamW step (0.2 * sqrt(max(m, n))), so that one learning rate serves both.
+    Updates are scaled to the RMS of an AdamW step (0.2 * sqrt(max(m, n))), so that one learning rate serves both. Only a
+    whole matrix can be orthogonalized: where parameters are sharded, momentum is kept in shards, and every worker gathers the
+    matrices of one shape, makes their update and keeps its part.
     """
 
     def __init__(
@@ -52,12 +55,16 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], shape: torch.Size, parameters: list[Tensor]) -> None:
         buffers = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        update = orthogonalize(torch.stack(nesterov)) * (0.2 * math.sqrt(max(shape)))
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(update.unbind(0)), alpha=-group["lr"])
+        moved = locals_of(buffers)
+        gradients = locals_of([p.grad for p in parameters if p.grad is not None])
+        torch._foreach_lerp_(moved, gradients, 1 - group["momentum"])
+        nesterov = torch._foreach_lerp(gradients, moved, group["momentum"])
+        matrices = [whole_from_part(n, p) for n, p in zip(nesterov, parameters, strict=True)]
+        update = orthogonalize(torch.stack(matrices)) * (0.2 * math.sqrt(max(shape)))
+        parts = [part_of(u, p) for u, p in zip(update.unbind(0), parameters, strict=True)]
+        weights = locals_of(parameters)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, parts, alpha=-group["lr"])
 
 
 class Optimizers:
@@ -106,7 +113,9 @@ class Optimizers:
 
     def step(self, step: int) -> tuple[float, Tensor]:
         """Clip gradients, update, clear them. Returns the learning rate and the gradient norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip, foreach=True)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.options.clip, norm, foreach=True)
         factor = self.factor(step)
         for optimizer, base in zip(self.optimizers, self._base, strict=True):
             for group in optimizer.param_groups:
@@ -116,10 +125,10 @@ class Optimizers:
         return self._base[0] * factor, norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The moments of every parameter, by place in :attr:`parameters`."""
+        """The whole moments of every parameter, by place in :attr:`parameters`; all workers call it together."""
         places = {id(p): i for i, p in enumerate(self.parameters)}
         return {
-            f"{places[id(p)]}.{name}": value
+            f"{places[id(p)]}.{name}": whole(value)
             for optimizer in self.optimizers
             for p, state in optimizer.state.items()
             for name, value in state.items()
@@ -131,9 +140,12 @@ class Optimizers:
         for name, value in state.items():
             place, what = name.split(".", 1)
             parameter = self.parameters[int(place)]
-            # AdamW counts its steps in a CPU tensor unless fused; moments live where the parameter does.
-            on_device = value.dim() > 0 or self.fused
-            owner[id(parameter)].state[parameter][what] = value.to(parameter.device if on_device else "cpu")
+            state_of = owner[id(parameter)].state[parameter]
+            if value.dim() > 0:
+                state_of[what] = torch.zeros_like(parameter)
+                put(state_of[what], value)
+            else:  # AdamW counts its steps in a CPU tensor unless fused
+                state_of[what] = value.to(parameter.device if self.fused else "cpu")
 
 
 class Average:
@@ -147,12 +159,15 @@ class Average:
     def update(self, step: int) -> None:
         """Move towards the current weights; early steps forget faster, so the start does not linger."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.values, [p.detach() for p in self.parameters], 1 - decay)
+        torch._foreach_lerp_(
+            locals_of(self.values), locals_of([p.detach() for p in self.parameters]), 1 - decay
+        )
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the weights and their average; call twice to come back."""
         for parameter, value in zip(self.parameters, self.values, strict=True):
-            current = parameter.detach().clone()
-            parameter.copy_(value)
-            value.copy_(current)
+            mine, average = local(parameter.detach()), local(value)
+            current = mine.clone()
+            mine.copy_(average)
+            average.copy_(current)

@@ -62,6 +62,8 @@ class MachineOptions(Section):
     """flex: flex_attention (CUDA); eager: exact in plain torch (anywhere). auto: by device."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on CUDA."""
+    parallel: Literal["replicate", "shard"] = "replicate"
+    """With several workers: replicate the drafter on each (DDP), or shard its weights, gradients and optimizer over them (FSDP2)."""
 
 
 class TrainOptions(Section):

@@ -1,4 +1,5 @@
-"""What a run leaves to look at: metrics.jsonl, TensorBoard curves where it is installed, and lines or a bar while it runs."""
+"""What a run leaves to look at: metrics.jsonl, TensorBoard curves where it is installed, Weights & Biases where it is asked
+for, and lines or a bar while it runs."""
 
 from __future__ import annotations
 
@@ -11,24 +12,39 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.draft.metrics import Accuracy
+from headrace.errors import ConfigError
 from headrace.files import atomic_write
+from headrace.types import hash_json
+
+
+def require_wandb(project: str) -> None:
+    """Raise ConfigError when a ``project`` is asked for and the package that logs to it is not there."""
+    if project and find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb = {project!r} needs the package wandb; pip install 'headrace[wandb]', or leave it out"
+        )
 
 
 class Curves:
-    """Appends to ``metrics.jsonl`` and mirrors numbers to TensorBoard."""
+    """Appends to ``metrics.jsonl`` and mirrors numbers to TensorBoard and Weights & Biases."""
 
-    def __init__(self, folder: Path, tensorboard: bool, on: bool = True) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, wandb: str = "", on: bool = True) -> None:
+        """``wandb``: a project's name, or nothing. Its key is its own affair (WANDB_API_KEY, ``wandb login``), never ours."""
         self.file, self.on = folder / "metrics.jsonl", on
         self._handle: IO[str] | None = None
         self._board: Any = None
+        self._wandb: Any = None
         self._wants_board = tensorboard and on and find_spec("tensorboard") is not None
+        self._project = wandb if on else ""
 
-    def begin(self, step: int) -> None:
-        """Open for a run that goes on after ``step``: later lines are dropped (it writes them again), and a torn one."""
+    def begin(self, step: int, settings: dict[str, Any]) -> None:
+        """Open for a run of ``settings`` that goes on after ``step``: later lines are dropped (it writes them again), and a torn one."""
         if self._wants_board:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self.file.parent / "tensorboard"), purge_step=step + 1)
+        if self._project:
+            self._open_wandb(settings)
         if not self.on or not self.file.is_file():
             return
         kept = []
@@ -41,6 +57,25 @@ class Curves:
         with atomic_write(self.file) as file:
             file.write("".join(kept).encode())
 
+    def _open_wandb(self, settings: dict[str, Any]) -> None:
+        import wandb
+
+        folder = self.file.parent
+        try:
+            # One folder is one run there, however often it is stopped and started again.
+            self._wandb = wandb.init(
+                project=self._project,
+                name=folder.name,
+                id=hash_json([str(folder.resolve()), settings]),
+                resume="allow",
+                dir=str(folder),
+                config=settings,
+            )
+        except wandb.Error as exc:
+            raise ConfigError(
+                f"Weights & Biases refused ({exc}); set WANDB_API_KEY, or WANDB_MODE=offline, or leave wandb out"
+            ) from exc
+
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One line; lists become one curve an element."""
         if not self.on:
@@ -49,20 +84,28 @@ class Curves:
             self._handle = self.file.open("a", encoding="utf-8")
         self._handle.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._handle.flush()
+        curves = {
+            f"{kind}/{name}" + (f"_{index + 1}" if isinstance(value, list) else ""): number
+            for name, value in values.items()
+            for index, number in enumerate(value if isinstance(value, list) else [value])
+        }
         if self._board is not None:
-            for name, value in values.items():
-                for index, number in enumerate(value if isinstance(value, list) else [value]):
-                    tag = f"{kind}/{name}" + (f"_{index + 1}" if isinstance(value, list) else "")
-                    self._board.add_scalar(tag, number, step)
+            for tag, number in curves.items():
+                self._board.add_scalar(tag, number, step)
+        if self._wandb is not None:
+            self._wandb.log(curves, step=step)
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Flush and close all."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
 
 
 class Progress:
@@ -100,6 +143,8 @@ class Progress:
         self.rate = extra["tokens_per_second"]
         left = (self.total - step) * (time.monotonic() - self._started) / max(1, step - self._first)
         facts = f"loss {accuracy.losses[0]:.3f}, accuracy {accuracy.conditional[0]:.3f}, length {accuracy.length:.2f}, {self.rate:,.0f} tokens/s"
+        if "mfu" in extra:
+            facts += f", MFU {extra['mfu']:.0%}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
         else:

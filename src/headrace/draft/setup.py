@@ -101,6 +101,8 @@ class Parts:
     """Teaches (at the loss's temperature)."""
     judge: Teacher
     """Validates (at temperature 1)."""
+    supervised: int
+    """Supervised tokens in the training rows."""
 
 
 def draft_config(shape: ShapeOptions, target: Target, store_spec: CaptureSpec) -> DraftConfig:
@@ -133,10 +135,9 @@ def make_parts(config: TrainConfig, target: Target, data: Data, machine: Machine
         model, vocab = new_drafter(shape, target, counts, config)
     model.lm_head.weight.requires_grad_(config.shape.train_lm_head)
     place_model(model, machine)
-    teachers = [
-        make_teacher(target, vocab, machine, temperature) for temperature in (config.loss.temperature, 1.0)
-    ]
-    return Parts(model, data.store.spec, vocab, *teachers)
+    teacher = make_teacher(target, vocab, machine, config.loss.temperature)
+    judge = make_teacher(target, vocab, machine)
+    return Parts(model, data.store.spec, vocab, teacher, judge, supervised=int(counts.sum()))
 
 
 def new_drafter(
@@ -193,9 +194,7 @@ def _keep_embedding_frozen(model: Eagle3Draft, vocab: DraftVocab) -> DraftVocab:
 def train_packs(
     config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine, workers: Workers
 ) -> StorePacks:
-    """Shuffled packs without end, padded to one shape where code is compiled."""
-    from headrace.store import Placement
-
+    """This worker's share of the shuffled packs without end, padded to one shape where code is compiled."""
     placing = Placing(
         machine.device,
         machine.dtype,
@@ -203,22 +202,21 @@ def train_packs(
         everywhere=config.loss.everywhere,
         final_norm=None if data.store.spec.final_normed else target.final_norm,
     )
-    placement = Placement(rank=workers.rank, world_size=workers.count, threads=config.threads)
     loader = {
         "token_budget": config.tokens_per_pack,
         "seed": config.seed,
         "epochs": None,
-        "placement": placement,
+        "rank": workers.rank,
+        "workers": workers.count,
+        "threads": config.threads,
     }
     return StorePacks(data.store, data.train, taps, placing, loader)
 
 
 def validation_packs(
-    config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine
+    config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine, workers: Workers
 ) -> StorePacks:
-    """One pass over the first rows of the validation split, in order."""
-    from headrace.store import Placement
-
+    """This worker's share of one pass over the first rows of the validation split, in order."""
     lengths = data.store.lengths_of(data.validation)
     count = int(np.searchsorted(np.cumsum(lengths), config.validation_tokens, side="right"))
     placing = Placing(
@@ -231,6 +229,8 @@ def validation_packs(
         "token_budget": config.tokens_per_pack,
         "epochs": 1,
         "shuffle": False,
-        "placement": Placement(threads=config.threads),
+        "rank": workers.rank,
+        "workers": workers.count,
+        "threads": config.threads,
     }
     return StorePacks(data.store, data.validation[: max(1, count)], taps, placing, loader)

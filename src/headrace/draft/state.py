@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from headrace.draft.checkpoint import file_hash, load_tensors, save_tensors
+from headrace.draft.sharding import put, whole
 from headrace.draft.trainer import Trainer
-from headrace.errors import CorruptError, SpecMismatchError
+from headrace.errors import ConfigError, CorruptError, SpecMismatchError
 from headrace.files import fsync_folder, read_json, write_json
 
 TENSORS, FACTS = "state.safetensors", "state.json"
@@ -27,17 +28,19 @@ TENSORS, FACTS = "state.safetensors", "state.json"
 def save_state(folder: Path, trainer: Trainer, facts: dict[str, Any], keep: int = 2) -> Path:
     """Write a checkpoint of ``trainer`` and JSON-able ``facts`` under ``folder``; older ones beyond ``keep`` are removed.
 
-    Every worker calls this; the first one writes.
+    Every worker calls this; the first one writes. Tensors are whole, whatever they were split over, so that any number of
+    workers can go on from it.
     """
     window = {name: tensor.clone() for name, tensor in trainer.window.state_dict().items()}
     trainer.workers.sum_(*window.values())
+    tensors = _tensors(trainer, window)
     path = folder / f"step-{trainer.step:08d}"
     if not trainer.workers.first:
         return path
     work = folder / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     work.mkdir(parents=True)
     try:
-        save_tensors(work / TENSORS, _tensors(trainer, window))
+        save_tensors(work / TENSORS, tensors)
         document = {
             "step": trainer.step,
             "tokens": trainer.tokens,
@@ -62,18 +65,32 @@ def load_state(folder: Path, trainer: Trainer, say: Callable[[str], None]) -> di
 
     A damaged checkpoint is named, and the one before it is used. Raises SpecMismatchError when the data has changed.
     """
-    for leftover in folder.glob(".step-*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for path in _checkpoints(folder):
-        try:
-            document, tensors = _read(path)
-        except CorruptError as exc:
-            say(f"checkpoint {path.name} is not whole ({exc}); going back to the one before it")
-            continue
+    if trainer.workers.first:
+        for leftover in folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    found = _newest(folder, say)
+    step = -1 if found is None else int(found[1]["step"])
+    if not trainer.workers.same(step):
+        raise ConfigError(
+            f"the workers do not see the same checkpoints in {folder} (this one step {step}); give an --out on storage that all hosts share"
+        )
+    if found is not None:
+        path, document, tensors = found
         trainer.packs.load_state_dict(document["packs"])
         _restore(trainer, tensors, path)
         trainer.step, trainer.tokens = int(document["step"]), int(document["tokens"])
         return dict(document["facts"])
+    return None
+
+
+def _newest(
+    folder: Path, say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
+    for path in _checkpoints(folder):
+        try:
+            return path, *_read(path)
+        except CorruptError as exc:
+            say(f"checkpoint {path.name} is not whole ({exc}); going back to the one before it")
     return None
 
 
@@ -103,7 +120,9 @@ def _tensors(trainer: Trainer, window: dict[str, Tensor]) -> dict[str, Tensor]:
     if trainer.average is not None:
         groups["average"] = {str(i): v for i, v in enumerate(trainer.average.values)}
     return {
-        f"{g}/{n}": t.detach().cpu().contiguous() for g, tensors in groups.items() for n, t in tensors.items()
+        f"{g}/{n}": whole(t.detach()).cpu().contiguous()
+        for g, tensors in groups.items()
+        for n, t in tensors.items()
     }
 
 
@@ -119,10 +138,10 @@ def _restore(trainer: Trainer, tensors: dict[str, Tensor], path: Path) -> None:
         )
     with torch.no_grad():
         for name, parameter in named.items():
-            parameter.copy_(groups["weight"][name])
+            put(parameter, groups["weight"][name])
         if trainer.average is not None:
             for i, value in enumerate(trainer.average.values):
-                value.copy_(groups["average"][str(i)])
+                put(value, groups["average"][str(i)])
     trainer.optimizers.load_state_dict(groups["optimizer"])
     if trainer.workers.first:  # it holds the counts of all; the others begin at nothing
         trainer.window.load_state_dict(groups["window"])

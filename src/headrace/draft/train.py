@@ -21,14 +21,16 @@ import torch
 from headrace._version import __version__
 from headrace.draft.checkpoint import CONFIG, save_draft
 from headrace.draft.config import TrainConfig
+from headrace.draft.memory import need, require_room
 from headrace.draft.metrics import Accuracy
 from headrace.draft.mirror import Mirror
 from headrace.draft.objective import Objective
-from headrace.draft.record import Curves, Progress
+from headrace.draft.record import Curves, Progress, require_wandb
 from headrace.draft.setup import Data, Parts, make_parts, train_packs, validation_packs
+from headrace.draft.sharding import unsharded
 from headrace.draft.state import load_state, save_state
 from headrace.draft.trainer import Machine, Trainer
-from headrace.draft.validate import Validation, validate
+from headrace.draft.validate import pool, validate
 from headrace.draft.workers import Workers, join
 from headrace.errors import ConfigError
 from headrace.files import read_json, write_json
@@ -38,7 +40,22 @@ Say = Callable[[str], None]
 KIND = "headrace.train"
 MANIFEST = "manifest.json"
 # Options that may differ when a run is continued: they change no number.
-_FREE = frozenset({"out", "threads", "save_minutes", "tensorboard", "log_every", "store", "rows", "model", "cache", "cache_bytes", "mirror"})
+_FREE = frozenset(
+    {
+        "out",
+        "threads",
+        "save_minutes",
+        "tensorboard",
+        "log_every",
+        "store",
+        "rows",
+        "model",
+        "cache",
+        "cache_bytes",
+        "mirror",
+        "wandb",
+    }
+)
 
 
 def train(config: TrainConfig, say: Say) -> dict[str, Any]:
@@ -48,15 +65,11 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     do not belong together, InputError for an empty split, TrainingError when training cannot go on.
     """
     started = time.monotonic()
+    require_wandb(config.wandb)
     workers = join(config.machine)
     target = Target.open(config.model, config.revision)
     data = Data.open(config, target)
-    identity = {
-        "settings": config.model_dump(mode="json", exclude=set(_FREE)),
-        "data": data.facts["keys_hash"],
-        "store": data.store.spec.to_dict() | {"target": ""},
-        "workers": workers.count,
-    }
+    identity = _identity(config, data)
     mirror = Mirror(config.mirror, config.out, say) if config.mirror and workers.first else None
     if mirror is not None:
         mirror.fetch(identity)
@@ -68,6 +81,7 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     machine = Machine.settle(config.machine, workers.device)
     torch.manual_seed(config.seed)
     parts = make_parts(config, target, data, machine)
+    _require_room(config, parts, data, machine, workers)
     run = _Run(config, parts, data, target, machine, workers, say if workers.first else _silent)
     run.mirror = mirror
     run.announce()
@@ -75,6 +89,40 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     run.resume()
     run.trainer.run(run)
     return run.finish(identity, time.monotonic() - started)
+
+
+def _identity(config: TrainConfig, data: Data) -> dict[str, Any]:
+    """What makes a run this run and no other; how many workers share it is no part of that."""
+    free: dict[str, Any] = dict.fromkeys(_FREE, True)
+    return {
+        "settings": config.model_dump(mode="json", exclude={**free, "machine": {"parallel"}}),
+        "data": data.facts["keys_hash"],
+        "store": data.store.spec.to_dict() | {"target": ""},
+    }
+
+
+def _write_manifest(out: Path, identity: dict[str, Any], result: dict[str, Any] | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    done = {} if result is None else {"result": result}
+    manifest = {"kind": KIND, "complete": result is not None, "version": __version__, "identity": identity}
+    write_json(out / MANIFEST, manifest | done)
+
+
+def _require_room(config: TrainConfig, parts: Parts, data: Data, machine: Machine, workers: Workers) -> None:
+    longest = int(data.facts["longest_row"])
+    shards = workers.count if config.machine.parallel == "shard" else 1
+    found = need(
+        parts.model.config,
+        config,
+        machine,
+        starts_share=1.0
+        if config.loss.everywhere
+        else min(1.0, parts.supervised / data.facts["train_tokens"]),
+        longest=longest,
+        shards=shards,
+        train_lm_head=config.shape.train_lm_head,
+    )
+    require_room(found, config, machine, longest=longest)
 
 
 def _silent(_: str) -> None:
@@ -126,13 +174,14 @@ class _Run:
         taps = parts.model.config.taps
         packs = train_packs(config, data, target, taps, machine, workers)
         self.trainer = Trainer(parts.model, parts.teacher, packs, config, machine, workers)
-        self.held_out = functools.partial(validation_packs, config, data, target, taps, machine)
+        self.held_out = functools.partial(validation_packs, config, data, target, taps, machine, workers)
         weights = (1.0,) * config.validation_steps
         self.judge = Objective(parts.judge, "kl", weights, chunk=config.loss.chunk, compiled=machine.compiled)
-        self.curves = Curves(config.out, config.tensorboard and workers.first, on=workers.first)
+        self.curves = Curves(config.out, config.tensorboard, config.wandb, on=workers.first)
         self.progress = Progress(self.trainer.total_steps, say)
         self.best: dict[str, Any] = {}
         self.latest: dict[str, Any] = {}
+        self.warned = False
         self.saved_at = time.monotonic()
         self.mirror: Mirror | None = None
 
@@ -156,27 +205,16 @@ class _Run:
         self.say(
             f"data: {facts['train_rows']:,} rows, {facts['train_tokens']:,} tokens; {facts['validation_rows']:,} rows held out; "
             f"{self.trainer.total_steps:,} steps on {machine.device} ({machine.attention} attention, "
-            f"{'bfloat16' if machine.bfloat16 else 'float32'}{', compiled' if machine.compiled else ''}, {self.workers.count} worker(s))"
+            f"{'bfloat16' if machine.bfloat16 else 'float32'}{', compiled' if machine.compiled else ''}, {self.workers.count} worker(s){', sharded' if self.trainer.sharded else ''})"
         )
 
     def claim(self, identity: dict[str, Any]) -> None:
         """Mark ``out`` as this run's; the first thing written, when nothing can be refused any more."""
         if self.workers.first:
-            self.config.out.mkdir(parents=True, exist_ok=True)
-            self._manifest(identity, None)
+            _write_manifest(self.config.out, identity, None)
             if self.mirror is not None:
                 self.mirror.begin()
         self.workers.barrier()
-
-    def _manifest(self, identity: dict[str, Any], result: dict[str, Any] | None) -> None:
-        done = {} if result is None else {"result": result}
-        manifest = {
-            "kind": KIND,
-            "complete": result is not None,
-            "version": __version__,
-            "identity": identity,
-        }
-        write_json(self.config.out / MANIFEST, manifest | done)
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
@@ -184,7 +222,7 @@ class _Run:
         if facts is not None:
             self.best, self.latest = dict(facts["best"]), dict(facts["latest"])
             self.say(f"resumed at step {self.trainer.step:,} of {self.trainer.total_steps:,}")
-        self.curves.begin(self.trainer.step)
+        self.curves.begin(self.trainer.step, self.config.model_dump(mode="json"))
         self.progress.begin(self.trainer.step)
 
     # --- what the training loop calls -------------------------------------------------------------------------
@@ -195,18 +233,11 @@ class _Run:
         self.progress.show(step, accuracy, extra)
 
     def validate(self, step: int) -> None:
-        """Judge the drafter on held-out rows; keep it if it is the best so far."""
-        if not self.workers.first:
-            return
+        """Judge the drafter on held-out rows, shared by all workers; keep it if it is the best so far."""
         trainer = self.trainer
-        found: Validation = validate(
-            self.parts.model,
-            trainer.unroll,
-            self.judge,
-            self.held_out(),
-            self.config.validation_steps,
-            trainer.machine.autocast(),
-        )
+        steps, autocast = self.config.validation_steps, trainer.machine.autocast()
+        mine = validate(self.parts.model, trainer.unroll, self.judge, self.held_out(), steps, autocast)
+        found = pool(mine, self.workers)
         self.latest = {"step": step, **found.summary()}
         self.curves.write("validation", step, found.summary())
         better = not self.best or self.latest["implied_length"] > self.best["implied_length"]
@@ -215,11 +246,18 @@ class _Run:
             f"step {step:,}: held-out accuracy {shown}, implied length {found.accuracy.length:.3f}, simulated {found.simulated.length:.3f}"
             + (" (best)" if better else "")
         )
+        if not found.on_policy and not self.warned:
+            self.warned = True
+            self.say(
+                f"warning: {self.latest['text_agreement']:.0%} of the held-out tokens are the target's best: it did not write this text, so these "
+                "lengths are off-policy and not to be compared with others; see headrace diagnose"
+            )
         if better:
             self.best = self.latest
-            save_draft(self.config.out, self.parts.model, self.parts.spec, self.lineage())
-            if self.mirror is not None:
-                self.mirror.drafter()
+            if self.workers.first:
+                save_draft(self.config.out, unsharded(self.parts.model), self.parts.spec, self.lineage())
+                if self.mirror is not None:
+                    self.mirror.drafter()
 
     def checkpoint(self, step: int, last: bool) -> None:
         """Save every few minutes, all workers at the same step."""
@@ -270,13 +308,14 @@ class _Run:
             "val_accuracy_in_vocab": best.get("accuracy_in_vocab", []),
             "val_acceptance_length": best.get("implied_length", 0.0),
             "val_simulated_length": best.get("simulated_length", 0.0),
+            "val_on_policy": best.get("on_policy", True),
             "last": self.latest,
             "tokens_per_second": self.progress.rate,
             "seconds": round(seconds, 1),
         }
         self.workers.barrier()
         if self.workers.first:
-            self._manifest(identity, result)
+            _write_manifest(self.config.out, identity, result)
             if self.mirror is not None:
                 self.mirror.finish()
         return result if self.workers.first else {}

@@ -1,7 +1,7 @@
 """The training loop: packs in, a better drafter out. Knows no files; what it reports goes to an observer.
 
-One update averages the gradients of ``packs_per_step`` packs, whichever workers they ran on, so one worker and four give
-the same update up to rounding.
+One update averages the gradients of ``packs_per_step`` packs, whichever workers they ran on and whether each holds the
+whole drafter or a shard of it, so one worker and four give the same update up to rounding.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.draft.data import Packs
+from headrace.draft.gauges import Gauge
 from headrace.draft.metrics import Accuracy
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.objective import COUNTERS, Objective
 from headrace.draft.optim import Average, Optimizers
 from headrace.draft.options import MachineOptions, TrainOptions
+from headrace.draft.sharding import gather, scatter, shard
 from headrace.draft.teacher import Teacher
 from headrace.draft.ttt import Pack, Unroll
 from headrace.draft.workers import Workers
@@ -72,6 +74,25 @@ class Observer(Protocol):
         """Asked after every update: a place where the run could be resumed."""
 
 
+class PackLoss(nn.Module):
+    """The loss of one pack as one module call: what sharded weights are gathered for."""
+
+    def __init__(
+        self, model: Eagle3Draft, unroll: Unroll, objective: Objective, machine: Machine, steps: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.unroll, self.objective, self.machine, self.steps = unroll, objective, machine, steps
+
+    def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+        """The differentiable loss, its per-step sums and counts."""
+        with self.machine.autocast():
+            states = self.unroll(pack, self.steps)
+        head = self.model.lm_head.weight.to(self.machine.dtype)
+        outcome = self.objective(states, head, pack.labels_final(), pack.layout.room)
+        return outcome.loss, outcome.sums, outcome.counts
+
+
 class Trainer:
     """Trains ``model`` (already on the device, its frozen parts in the machine's dtype) on ``packs``."""
 
@@ -100,13 +121,24 @@ class Trainer:
         self.objective = Objective(
             teacher, options.loss.kind, weights, chunk=options.loss.chunk, compiled=machine.compiled
         )
+        self.loss_of = PackLoss(model, self.unroll, self.objective, machine, options.ttt_steps)
+        self.sharded = workers.count > 1 and options.machine.parallel == "shard"
+        if self.sharded:
+            shard(self.loss_of, workers)
         self.rounds = options.packs_per_step // workers.count
         self.total_steps = options.max_steps or max(
-            1, math.ceil(packs.per_epoch() * options.epochs / self.rounds)
+            1, math.ceil(packs.per_epoch() * options.epochs / options.packs_per_step)
         )
         self.optimizers = Optimizers(model, options.optim, self.total_steps)
         self.average = (
             Average(self.optimizers.parameters, options.optim.average) if options.optim.average else None
+        )
+        self.gauge = Gauge(
+            model.config,
+            options.ttt_steps,
+            machine.device,
+            bfloat16=machine.bfloat16,
+            train_lm_head=model.lm_head.weight.requires_grad,
         )
         self.window = Window(options.ttt_steps, machine.device)
         self.step = 0
@@ -120,13 +152,15 @@ class Trainer:
         window = self.window
         window.restart()
         stream = iter(self.packs)
-        validate_every = self.options.validate_every or max(1, self.packs.per_epoch() // self.rounds)
+        packs_per_step = self.options.packs_per_step
+        validate_every = self.options.validate_every or max(1, self.packs.per_epoch() // packs_per_step)
         while self.step < self.total_steps:
             rate, norm = self._update(stream, window)
             self.step += 1
             last = self.step == self.total_steps
             if self.step % self.options.log_every == 0 or last:
                 accuracy, extra = window.close(self.workers)
+                extra |= self.gauge.read(extra.pop("seconds"))
                 self.tokens += int(extra["tokens"])
                 self._require_finite(accuracy, norm)
                 extra |= {
@@ -146,23 +180,18 @@ class Trainer:
             pack = next(stream, None)
             if pack is None:
                 raise TrainingError("the training packs ended before the last step; give packs without end")
-            loss, sums, counts = self.loss_of(pack)
-            (loss / self.options.packs_per_step).backward()
-            window.add(sums, counts, pack.tokens)
-        gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
-        self.workers.sum_(*gradients)
-        rate, norm = self.optimizers.step(self.step)
-        if self.average is not None:
-            self.average.update(self.step)
+            self.gauge.count(pack)
+            with self.gauge.working():
+                loss, sums, counts = self.loss_of(pack)
+                (loss / self.options.packs_per_step).backward()
+                window.add(sums, counts, pack.tokens)
+        with self.gauge.working():
+            if not self.sharded:  # shards are summed as they are made
+                self.workers.sum_(*[p.grad for p in self.optimizers.parameters if p.grad is not None])
+            rate, norm = self.optimizers.step(self.step)
+            if self.average is not None:
+                self.average.update(self.step)
         return rate, norm
-
-    def loss_of(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
-        """The differentiable loss of one pack, its per-step sums and counts."""
-        with self.machine.autocast():
-            states = self.unroll(pack, self.options.ttt_steps)
-        head = self.model.lm_head.weight
-        outcome = self.objective(states, head.to(self.machine.dtype), pack.labels_final(), pack.layout.room)
-        return outcome.loss, outcome.sums, outcome.counts
 
     def _require_finite(self, accuracy: Accuracy, norm: Tensor) -> None:
         if not math.isfinite(float(norm)) or not all(map(math.isfinite, accuracy.losses)):
@@ -172,26 +201,28 @@ class Trainer:
             )
 
     def judged(self) -> _Judged:
-        """A context in which the model holds the weights that validation and the saved drafter use, in eval mode."""
-        return _Judged(self.model, self.average)
+        """A context in which every worker holds the whole weights that validation and the saved drafter use, in eval mode."""
+        return _Judged(self.loss_of, self.average)
 
 
 class _Judged:
-    """Swaps the averaged weights in, and the training weights and mode back."""
+    """Swaps the averaged weights in and gathers what is sharded; puts training weights, shards and mode back."""
 
-    def __init__(self, model: Eagle3Draft, average: Average | None) -> None:
-        self.model, self.average = model, average
+    def __init__(self, module: PackLoss, average: Average | None) -> None:
+        self.module, self.average = module, average
 
     def __enter__(self) -> None:
-        self.was_training = self.model.training
-        self.model.eval()
+        self.was_training = self.module.model.training
+        self.module.model.eval()
         if self.average is not None:
             self.average.swap()
+        gather(self.module)
 
     def __exit__(self, *_: Any) -> None:
+        scatter(self.module)
         if self.average is not None:
             self.average.swap()
-        self.model.train(self.was_training)
+        self.module.model.train(self.was_training)
 
 
 class Window:
@@ -221,13 +252,13 @@ class Window:
         self.tokens += tokens
 
     def close(self, workers: Workers) -> tuple[Accuracy, dict[str, float]]:
-        """Counts over all workers, tokens and tokens per second; the window begins anew."""
+        """Counts over all workers; tokens, seconds and tokens per second. The window begins anew."""
         total = self.tokens.to(self.sums.device)
         workers.sum_(self.sums, self.counts, total)
         # Copies: on the CPU .numpy() shares the memory that is cleared below.
         accuracy = Accuracy(self.counts.cpu().numpy().copy(), self.sums.cpu().numpy().copy())
         elapsed = max(1e-9, time.perf_counter() - self.started)
-        extra = {"tokens": float(total), "tokens_per_second": float(total) / elapsed}
+        extra = {"tokens": float(total), "tokens_per_second": float(total) / elapsed, "seconds": elapsed}
         for tensor in (self.sums, self.counts, self.tokens):
             tensor.zero_()
         self.restart()

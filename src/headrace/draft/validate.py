@@ -22,6 +22,7 @@ from headrace.draft.model import Eagle3Draft
 from headrace.draft.objective import Objective
 from headrace.draft.teacher import matmul32
 from headrace.draft.ttt import Pack, Unroll
+from headrace.draft.workers import Workers
 
 
 @dataclass
@@ -30,13 +31,14 @@ class Simulated:
 
     steps: int
     rounds: int = 0
-    at_least: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Rounds that accepted at least 1, 2, ... K drafted tokens."""
+    at_least: np.ndarray = field(init=False)
+    """int64 [K]: rounds that accepted at least 1, 2, ... K drafted tokens."""
+
+    def __post_init__(self) -> None:
+        self.at_least = np.zeros(self.steps, dtype=np.int64)
 
     def add(self, accepted: np.ndarray) -> None:
         """Count rounds by how many drafted tokens each accepted."""
-        if not len(self.at_least):
-            self.at_least = np.zeros(self.steps, dtype=np.int64)
         self.rounds += len(accepted)
         self.at_least += (accepted[:, None] > np.arange(self.steps)).sum(0)
 
@@ -46,12 +48,23 @@ class Simulated:
         return 1.0 + float(self.at_least.sum()) / self.rounds if self.rounds else 0.0
 
 
+ON_POLICY = 0.6
+"""Below this share of tokens that are the target's best, a text was hardly written by it (even sampling at 1 gives more)."""
+
+
 @dataclass(frozen=True)
 class Validation:
     """Of one drafter on one set of packs."""
 
     accuracy: Accuracy
     simulated: Simulated
+    agreement: tuple[int, int] = (0, 0)
+    """Labels whose text is the target's best token, of all whose best token the draft vocabulary has."""
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the target can have written these rows; numbers on others are not to be compared with those on its own."""
+        return self.agreement[0] >= ON_POLICY * self.agreement[1]
 
     def summary(self) -> dict[str, Any]:
         """JSON-able."""
@@ -59,7 +72,24 @@ class Validation:
             **self.accuracy.summary(),
             "simulated_length": self.simulated.length,
             "simulated_rounds": self.simulated.rounds,
+            "text_agreement": self.agreement[0] / self.agreement[1] if self.agreement[1] else 0.0,
+            "on_policy": self.on_policy,
         }
+
+
+def pool(found: Validation, workers: Workers) -> Validation:
+    """What all workers counted on their shares of the packs, added once; the same on each of them."""
+    accuracy, simulated = found.accuracy, found.simulated
+    device = workers.device
+    counts = torch.from_numpy(accuracy.counts).to(device)
+    sums = torch.from_numpy(accuracy.loss_sums).to(device)
+    others = np.array([*found.agreement, simulated.rounds, *simulated.at_least], dtype=np.int64)
+    rest = torch.from_numpy(others).to(device)
+    workers.sum_(counts, sums, rest)
+    agreed, known, rounds, *at_least = rest.tolist()
+    pooled = Simulated(simulated.steps, rounds)
+    pooled.at_least = np.array(at_least, dtype=np.int64)
+    return Validation(Accuracy(counts.cpu().numpy(), sums.cpu().numpy()), pooled, (agreed, known))
 
 
 @torch.no_grad()
@@ -72,7 +102,7 @@ def validate(
     autocast: torch.autocast,
 ) -> Validation:
     """Run ``packs`` through ``model`` (in eval mode, with the weights to be judged) twice: forced and free."""
-    accuracy, simulated = Accuracy.zero(steps), Simulated(steps)
+    accuracy, simulated, agreed, known = Accuracy.zero(steps), Simulated(steps), 0, 0
     for pack in packs:
         with autocast:
             states = unroll(pack, steps)
@@ -81,7 +111,23 @@ def validate(
         outcome = objective(states, head, pack.labels_final(), pack.layout.room)
         accuracy = accuracy + Accuracy(outcome.counts.cpu().numpy(), outcome.sums.double().cpu().numpy())
         simulated.add(replay(drafted, pack))
-    return Validation(accuracy, simulated)
+        right, of = text_agreement(model, objective, pack)
+        agreed, known = agreed + right, known + of
+    return Validation(accuracy, simulated, (agreed, known))
+
+
+def text_agreement(model: Eagle3Draft, objective: Objective, pack: Pack) -> tuple[int, int]:
+    """Of the labels of step 0 whose best token the draft vocabulary has: those where the text is that token, and all."""
+    layout, final = pack.layout, pack.labels_final()
+    texts = pack.ids[(layout.starts + 2).clamp(max=layout.tokens - 1)]
+    agreed, known = 0, 0
+    for begin in range(0, len(texts), objective.chunk):
+        part = slice(begin, begin + objective.chunk)
+        best = objective.teacher.labels(final[part]).best
+        used = (best >= 0) & (layout.room[part] > 0)
+        agreed += int(((model.to_target(best.clamp(min=0)) == texts[part]) & used).sum())
+        known += int(used.sum())
+    return agreed, known
 
 
 def draft_freely(model: Eagle3Draft, unroll: Unroll, pack: Pack, steps: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""One process a GPU, started by torchrun: whose share of the packs is whose, and the two sums that have to cross.
+"""One process a GPU, started by torchrun: whose share of the packs is whose, and the sums that have to cross.
 
-Every worker holds the whole drafter (one layer; even beside a 1T target it is about 1 GiB), so data parallelism is all
-that is needed. Gradients are averaged once, before clipping, and counts are added once: nothing is reduced twice.
+Packs are what is shared out (data parallelism); :mod:`headrace.draft.sharding` splits the drafter too, where it is asked for.
+Gradients are summed once, before clipping, and counts are added once: nothing is reduced twice.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ class Workers:
         flag = torch.tensor([int(wish and self.first)], device=self.device)
         self.sum_(flag)
         return bool(flag)
+
+    def same(self, value: int) -> bool:
+        """Whether all workers have the same ``value``; all call it together."""
+        if self.count == 1:
+            return True
+        found = torch.tensor([value, -value], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found[0]) == -int(found[1])
 
     def barrier(self) -> None:
         """Wait for all."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from headrace.errors import ConfigError
 
@@ -20,6 +20,9 @@ class Section(BaseModel):
 
     AFTER_DASHES: ClassVar[str] = ""
     """Field that takes what follows ``--`` on the command line, for commands that start another program."""
+
+    BARE: ClassVar[dict[str, str]] = {}
+    """Text options that may stand without a value on the command line, and the value they then have."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -31,6 +34,14 @@ class Section(BaseModel):
 
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+
+def _join(value: Any) -> Any:
+    return ",".join(str(tap) for tap in value) if isinstance(value, list) else value
+
+
+Taps = Annotated[str, BeforeValidator(_join)]
+"""Taps of a capture. TOML may spell them as a list, ``[3, 31, 59, "final"]``; inside it is the command line's ``"3,31,59,final"``."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:

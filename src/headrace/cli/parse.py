@@ -26,6 +26,7 @@ def parse(model: type[SectionT], command: str, summary: str, args: list[str]) ->
     """
     args, passed_on = _split_dashes(args)
     args, toml_path = _take_config(args)
+    args = _fill_bare(args, model.BARE)
     defaults: dict[str, Any] = {}
     where = f"headrace {command}"
     if toml_path is not None:
@@ -81,6 +82,16 @@ def _take_config(args: list[str]) -> tuple[list[str], Path | None]:
         elif word != "--json":
             rest.append(word)
     return rest, path
+
+
+def _fill_bare(args: list[str], bare: dict[str, str]) -> list[str]:
+    """Options that stand alone, with the value that they then have."""
+    out = []
+    for word, following in zip(args, [*args[1:], None], strict=True):
+        name = word.removeprefix("--").replace("-", "_")
+        alone = following is None or following.startswith("-")
+        out.append(f"{word}={bare[name]}" if word.startswith("--") and name in bare and alone else word)
+    return out
 
 
 def _settings_class(model: type[Section], command: str, summary: str, defaults: dict[str, Any]) -> type[Any]:

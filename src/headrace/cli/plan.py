@@ -10,14 +10,20 @@ from headrace.extract.config import PlanConfig as Config
 
 if TYPE_CHECKING:
     from headrace.extract.plan import Plan
+    from headrace.extract.scaling import ClusterPlan
 
 __all__ = ["Config", "run"]
 
 
 def run(config: Config, output: Output) -> None:
     """Print the plan. Raises PreflightError when it does not fit."""
-    from headrace.extract.plan import plan
+    from headrace.extract.plan import plan, plan_nodes
 
+    if config.nodes:
+        cluster = plan_nodes(config)
+        output.set(**cluster.to_json())
+        _print_cluster(cluster, output)
+        return
     result = plan(config)
     output.set(**result.to_json())
     _print(result, output)
@@ -77,3 +83,23 @@ def _print(plan: Plan, output: Output) -> None:
         output.say(
             f"time: {duration(plan.hours * 3600)} at {plan.rate:,.0f} tokens/s; the disk takes {gigabytes(write)}/s"
         )
+
+
+def _print_cluster(plan: ClusterPlan, output: Output) -> None:
+    from headrace.extract.disk import gigabytes
+    from headrace.extract.view import duration
+
+    output.say(
+        f"{plan.nodes:,} hosts, {plan.gpus:,} GPUs, {plan.workers:,} workers; {plan.tokens:,} tokens, {gigabytes(plan.bytes_raw)} raw, "
+        f"{gigabytes(plan.bytes_stored)} stored"
+    )
+    rows = [(x.resource, x.units, f"{x.tokens_per_second:,.0f}", f"{x.load:.1%}") for x in plan.limits]
+    output.table("What lets through how much", ["resource", "units", "tokens/s", "used"], rows)
+    output.say(
+        f"time: {duration(plan.hours * 3600)} at {plan.tokens_per_second:,.0f} tokens/s; {plan.first} saturates first; "
+        f"a lost host costs at most {gigabytes(plan.unsealed)} of states"
+    )
+    output.say(
+        f"cost: {plan.cost_gpus:,.0f} for GPUs, {plan.cost_requests:,.0f} for requests, {plan.cost_storage_month:,.0f} a month for storage "
+        "(see --machine.* for the prices and rates assumed)"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from headrace.types import Row
@@ -79,6 +80,11 @@ class Budget:
             self._used -= tokens
             self._room.notify_all()
 
+    def wake(self) -> None:
+        """End the waiting of whoever waits."""
+        with self._room:
+            self._room.notify_all()
+
     def wait(self, seconds: float) -> None:
         """Block until something is given back, at most ``seconds``."""
         with self._room:
@@ -103,6 +109,61 @@ class RowSource:
         """Go past the row just peeked at. Hold :attr:`lock`."""
         self._next = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether no row will come after :meth:`peek` gave none: always so for rows that are all there. Hold :attr:`lock`."""
+        return True
+
+
+class Portions(RowSource):
+    """Rows handed over in portions by someone else; between two of them the source is empty and yet not at its end.
+
+    An engine may gather rows before it answers any, so whoever hands them over says with ``drain`` when it should not
+    wait for more: the source then ends for now, and begins again with the next portion.
+    """
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        """``arrived`` is called when something has changed that a waiting feed should look at."""
+        super().__init__(())
+        self._queue: deque[Row] = deque()
+        self._drain = False
+        self._arrived = arrived
+        self.closed = False
+        """No row will ever come again."""
+
+    def add(self, rows: Iterable[Row], *, drain: bool) -> None:
+        """Take a portion; with ``drain`` nothing more comes for now."""
+        with self.lock:
+            self._queue.extend(rows)
+            self._drain = drain
+        self._arrived()
+
+    def give_back(self, count: int) -> list[Row]:
+        """Take the last ``count`` rows (or all there are) out again: nobody has begun with them."""
+        with self.lock:
+            return [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+
+    def close(self) -> None:
+        """End for good once the queue is empty."""
+        self.closed = True
+        self._arrived()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def peek(self) -> Row | None:
+        """See :class:`RowSource`."""
+        return self._queue[0] if self._queue else None
+
+    def drop(self) -> None:
+        """See :class:`RowSource`."""
+        self._queue.popleft()
+
+    @property
+    def ended(self) -> bool:
+        """See :class:`RowSource`."""
+        return self._drain or self.closed
+
 
 class Feed(Iterator[Row]):
     """The rows that one ``capture`` call pulls: blocks while the budget is used up or the disk is full, ends when closed.
@@ -124,6 +185,8 @@ class Feed(Iterator[Row]):
         self._has_room = has_room
         self._admitted = admitted
         self._closed = False
+        self.dry = False
+        """Whether the input ended because the source did."""
 
     def close(self) -> None:
         """End the input; idempotent, from any thread."""
@@ -135,8 +198,10 @@ class Feed(Iterator[Row]):
             with self._source.lock:
                 row = None if self._closed else self._source.peek()
                 if row is None:
-                    break
-                if self._budget.take(len(row)):
+                    if self._closed or self._source.ended:
+                        self.dry = not self._closed
+                        break
+                elif self._budget.take(len(row)):
                     if self._has_room(row):
                         self._source.drop()
                         self._admitted(row)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.data.rows import RowFolder
-from headrace.engines.base import Engine, engine_class
+from headrace.engines.base import Check, EngineInfo, engine_class
 from headrace.errors import ConfigError, PreflightError, SpecMismatchError
 from headrace.extract.admission import default_budget, least_budget
 from headrace.extract.config import ExtractConfig
@@ -24,6 +24,17 @@ from headrace.types import CaptureSpec, Row
 
 TRUST_BYTES = 2 << 30
 """Payload of an existing store that is read before it is added to: all of a smaller one, a random sample of a larger one."""
+
+
+class Described(Protocol):
+    """An engine, or many that are alike."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it declares about itself."""
+
+    def preflight(self) -> list[Check]:
+        """Checks made before a run trusts it."""
 
 
 def check_rows(config: ExtractConfig, rows: RowFolder, spec: CaptureSpec) -> None:
@@ -65,7 +76,7 @@ def join_store(config: ExtractConfig, spec: CaptureSpec) -> Store | None:
     return Store.open(config.place)
 
 
-def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> None:
+def check_provenance(config: ExtractConfig, store: Store, engine: Described) -> None:
     """One store, one engine: another name or version never continues it, other settings only when allowed."""
     before = store.provenance.get("engine") or {}
     if not before:
@@ -89,7 +100,7 @@ def check_provenance(config: ExtractConfig, store: Store, engine: Engine) -> Non
         )
 
 
-def check_engine(config: ExtractConfig, engine: Engine, say: Any) -> None:
+def check_engine(config: ExtractConfig, engine: Described, say: Any) -> None:
     """The engine's own preflight passes, unless the user starts anyway."""
     failing = [check for check in engine.preflight() if not check.ok]
     for check in failing:
@@ -121,7 +132,7 @@ def check_space(config: ExtractConfig, selection: Selection, spec: CaptureSpec, 
         )
 
 
-def budget_tokens(config: ExtractConfig, engine: Engine, longest: int) -> int:
+def budget_tokens(config: ExtractConfig, engine: Described, longest: int) -> int:
     """Tokens between admission and disk at most. Raises ConfigError for a budget under which the engine would wait for ever."""
     least = least_budget(engine.info.tokens_in_flight, longest)
     if 0 < config.tokens_in_flight < least:
@@ -132,7 +143,7 @@ def budget_tokens(config: ExtractConfig, engine: Engine, longest: int) -> int:
     return config.tokens_in_flight or default_budget(engine.info.tokens_in_flight, longest)
 
 
-def engine_provenance(engine: Engine) -> dict[str, Any]:
+def engine_provenance(engine: Described) -> dict[str, Any]:
     """What a store remembers of the engine that fills it."""
     return {"name": engine.info.name, "version": engine.info.version, "settings": engine.info.settings}
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from headrace.config import Section
+from headrace.config import Section, Taps
 from headrace.remote import Place
 
 GIB = 1 << 30
 
 
-def _join_taps(value: Any) -> Any:
-    """TOML may spell taps as a list, ``[3, 31, 59, "final"]``; inside it is the command line's ``"3,31,59,final"``."""
-    return ",".join(str(tap) for tap in value) if isinstance(value, list) else value
-
-
-Taps = Annotated[str, BeforeValidator(_join_taps)]
-
-
 class ExtractConfig(Section):
     """Rows → store, through an inference engine. Can be stopped or killed at any moment; the same command goes on."""
+
+    BARE: ClassVar[dict[str, str]] = {"ray": "auto"}
 
     # --- what goes in and out ---------------------------------------------------------------------------------
     rows: CliPositionalArg[Place]
@@ -78,6 +72,23 @@ class ExtractConfig(Section):
     allow_other_settings: bool = False
     """Continue a store although engine settings (not its name or version) differ from those it was begun with."""
 
+    # --- many hosts ----------------------------------------------------------------------------------------------
+    ray: str = ""
+    """Run on a Ray cluster: its address, auto for the one that this host belongs to (also --ray alone), or local for one
+    started here. Empty: one worker, in this process."""
+    ray_workers: int = Field(default=0, ge=0)
+    """Workers on the cluster, each with an engine of its own; 0 = one a URL, else one for every ray_gpus GPUs, else one a host,
+    hosts that join later included."""
+    ray_gpus: int = Field(default=0, ge=0)
+    """GPUs of the engine that each worker starts."""
+    ray_cpus: float = Field(default=1.0, ge=0)
+    """Processor cores that each worker reserves."""
+    serve: dict[str, Any] = Field(default_factory=dict)
+    """Options of `headrace serve` for SGLang servers that workers start themselves (no url given): key=value,key=value."""
+    lease_minutes: float = Field(default=5.0, gt=0)
+    """A row that a worker has had for so long without an answer is given to another one as well; a worker silent for so long is
+    given up."""
+
     # --- limits --------------------------------------------------------------------------------------------------
     tokens_in_flight: int = Field(default=0, ge=0)
     """Tokens between admission and disk, at most; 0 = what the engine asks for and the writer needs on top."""
@@ -102,6 +113,50 @@ class ExtractConfig(Section):
     def place(self) -> str:
         """Where the store is: a path or a URL."""
         return self.store or str(self.out)
+
+
+class Machine(Section):
+    """One host of a cluster and what it is connected to. Each default says where it comes from; measure yours and give it."""
+
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs of a host."""
+    gpus_per_engine: int = Field(default=8, ge=1)
+    """GPUs that one engine spans."""
+    prefill: float = Field(default=7836.0, gt=0)
+    """Tokens a second that one engine prefills without capture (Kimi-K2.5 on 8 GPUs: three times the 2,612 of the one-at-a-time extraction
+    that took a third of it)."""
+    capture_ratio: float = Field(default=0.985, gt=0, le=1)
+    """Share of plain prefill left while capturing (SGLang 0.5.23 on one H200, 8B shape, to the last file in memory)."""
+    ray_efficiency: float = Field(default=0.95, gt=0, le=1)
+    """Share of the workers' sum that several reach together (the target of bench/scale_out.py)."""
+    pcie_gb: float = Field(default=55.0, gt=0)
+    """GB/s from one GPU to pinned memory (copy engine of one H200); one GPU of an engine copies."""
+    staging_gb: float = Field(default=9.6, gt=0)
+    """GB/s into /dev/shm for one server (2.4 a thread on the H200 host, four writer threads)."""
+    encoders: int = Field(default=2, ge=1)
+    """Cores that encode for each worker."""
+    encoder_gb: float = Field(default=1.5, gt=0)
+    """GB/s of raw states that one core checks and compresses (bf16-planes on SmolLM2's states, one core)."""
+    destination: Literal["bucket", "disk"] = "bucket"
+    """Where shards go: an object store, or the disk of each host."""
+    disk_gb: float = Field(default=1.0, gt=0)
+    """GB/s that a host's disk writes and syncs (the H200 host)."""
+    network_gb: float = Field(default=3.1, gt=0)
+    """GB/s out of a host (assumed: 25 Gbit/s)."""
+    bucket_host_gb: float = Field(default=1.5, gt=0)
+    """GB/s that one host's multipart uploads reach (assumed: some 20 parts at a time of 80 MB/s)."""
+    bucket_gb: float = Field(default=100.0, gt=0)
+    """GB/s that the bucket takes from all hosts (assumed; providers raise it on request)."""
+    part_mb: float = Field(default=8.0, gt=0)
+    """MB of a part of a multipart upload (assumed)."""
+    gpu_hour: float = Field(default=2.5, ge=0)
+    """Price of a GPU for an hour (assumed, in dollars)."""
+    storage_month: float = Field(default=0.023, ge=0)
+    """Price of a GB in the bucket for a month (assumed: S3 Standard's list price, dollars)."""
+    thousand_puts: float = Field(default=0.005, ge=0)
+    """Price of a thousand upload requests (assumed: S3 Standard's list price, dollars)."""
+    seal_minutes: float = Field(default=10.0, gt=0)
+    """A shard is sealed at the latest after so long (the default of `headrace extract`)."""
 
 
 class PlanConfig(Section):
@@ -150,3 +205,13 @@ class PlanConfig(Section):
     """Tokens a second to expect; 0 = as measured."""
     measured: Path | None = None
     """A store already extracted on this machine: its rate and its codec's ratio are used."""
+
+    # --- many hosts ------------------------------------------------------------------------------------------------------
+    nodes: int = Field(default=0, ge=0)
+    """Work it out for so many hosts, with what machine says of them; 0 = for this machine."""
+    gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs of a host; 0 = machine.gpus_per_node."""
+    ratio: float = Field(default=0.0, ge=0, le=1)
+    """Stored bytes a raw byte; 0 = the codec's usual one, or as measured."""
+    machine: Machine = Machine()
+    """Bandwidths and prices of the hosts."""

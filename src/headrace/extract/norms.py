@@ -39,6 +39,18 @@ class TapNorms:
         return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NormCounts:
+    """Norms counted in one place, on their way to another."""
+
+    counts: np.ndarray
+    """int64 [taps, bins]"""
+    sums: np.ndarray
+    """float64 [taps]"""
+    largest: np.ndarray
+    """float64 [taps]"""
+
+
 class NormStats:
     """Histograms of log2(norm), one a tap. Thread-safe."""
 
@@ -60,6 +72,26 @@ class NormStats:
             self._pending_tokens += norms.shape[1]
             if self._pending_tokens >= _GATHER:
                 self._flush()
+
+    def take(self) -> NormCounts | None:
+        """What was added since the last call, for :meth:`merge` elsewhere; None when nothing was."""
+        with self._lock:
+            self._flush()
+            if not self._counts.any():
+                return None
+            taken = NormCounts(self._counts, self._sum, self._largest)
+            self._counts, self._recent = np.zeros_like(self._counts), np.zeros_like(self._recent)
+            self._sum, self._largest = np.zeros_like(self._sum), np.zeros_like(self._largest)
+            return taken
+
+    def merge(self, counts: NormCounts) -> None:
+        """Add what another process counted."""
+        with self._lock:
+            self._counts += counts.counts
+            self._recent += counts.counts
+            self._sum += counts.sums
+            self._largest = np.maximum(self._largest, counts.largest)
+            self._forget()
 
     def summary(self) -> list[TapNorms]:
         """One entry a tap, empty before the first capture."""
@@ -83,6 +115,9 @@ class NormStats:
         self._recent += counts
         self._sum += norms.sum(axis=1, dtype=np.float64)
         self._largest = np.maximum(self._largest, norms.max(axis=1))
+        self._forget()
+
+    def _forget(self) -> None:
         if self._recent[0].sum() > 0.1 * self._counts[0].sum() + _GATHER:
             self._recent *= 0.5
 

@@ -7,16 +7,17 @@ so a slow disk holds back admission and memory stays flat.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.engines.base import Engine
 from headrace.errors import EngineError, EngineUnavailableError, HeadraceError, StorageFullError
-from headrace.extract.admission import Budget, Feed, RowSource
+from headrace.extract.admission import Budget, Feed, Portions, RowSource
 from headrace.extract.disk import DiskGuard
 from headrace.extract.progress import Progress
 from headrace.extract.stages import Flight, Limits, Notes, Sink, Verifier, Writer, drive
@@ -87,14 +88,35 @@ class Pipeline:
         Raises what a stage raised, EngineError for a dead engine, StorageFullError for a disk that stays full,
         IncompleteError for too many failures. Whatever was verified by then is sealed first, if the disk lets it.
         """
+        with self._stages_running():
+            self._capture(RowSource(rows))
+            self._retry(get)
+
+    def serve(self, source: Portions) -> None:
+        """Capture what ``source`` is handed, portion after portion, until it is closed; then seal. Raises as :meth:`run`.
+
+        Nothing is tried again here: whoever hands the rows over decides what becomes of those that failed.
+        """
+        with self._stages_running():
+            while True:
+                self._until(lambda: bool(len(source)) or source.closed or bool(self.stopping))
+                if not len(source):
+                    return
+                self._capture(source)
+
+    @contextlib.contextmanager
+    def _stages_running(self) -> Iterator[None]:
         self._look_at_disk()
         for stage in self._stages:
             stage.start()
         try:
-            self._capture(RowSource(rows))
-            self._retry(get)
+            yield
         finally:
             self._finish()
+
+    def seal_soon(self) -> None:
+        """Have everything written so far sealed at the next moment; from any thread."""
+        self._writer.seal_soon.set()
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +150,7 @@ class Pipeline:
                 with source.lock:
                     if source.peek() is None:
                         return
-                if not session.pulled and not self.stopping:
+                if not session.pulled and not session.feed.dry and not self.stopping:
                     raise EngineError(
                         f"engine {self.engine.info.name} ended although there are rows left; restart it and run the command again"
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from headrace.extract.disk import space
 from headrace.extract.files import RunFiles
 from headrace.files import read_json
 from headrace.types import DTYPE_BYTES, parse_taps
+
+if TYPE_CHECKING:
+    from headrace.extract.scaling import ClusterPlan
 
 CODEC_RATIOS = {"raw": 1.0, "bf16-planes": 0.70, "fp8": 0.51}
 """Stored bytes a raw byte, as measured on real states and rounded up (docs/format.md)."""
@@ -179,6 +182,29 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         memory_available=(available_memory or _available_memory)(),
         rate=config.rate or rate,
         places=places,
+    )
+
+
+def plan_nodes(config: PlanConfig) -> ClusterPlan:
+    """Work out the extraction on ``config.nodes`` hosts. Raises as :func:`plan`, and ConfigError for too few GPUs."""
+    from headrace.extract.scaling import plan_cluster
+
+    _, tokens, _ = _data(config)
+    shape = _shape(config)
+    codec = config.codec or usual_codec(shape.dtype)
+    rate, measured = _measured(config, codec)
+    machine = config.machine
+    if config.gpus_per_node:
+        machine = machine.model_copy(update={"gpus_per_node": config.gpus_per_node})
+    if config.rate or rate:  # of one engine as it captures: nothing is taken off it
+        machine = machine.model_copy(update={"prefill": config.rate or rate, "capture_ratio": 1.0})
+    return plan_cluster(
+        machine,
+        nodes=config.nodes,
+        tokens=tokens,
+        bytes_per_token=shape.bytes_per_token,
+        ratio=config.ratio or measured or stored_ratio(codec),
+        shard_bytes=int(config.shard_bytes),
     )
 
 

@@ -121,6 +121,7 @@ class Progress:
         self._done: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._behind = 0
+        self._redone = 0
         self._errors: Counter[str] = Counter()
         self.bytes_raw = bytes_before
         """Raw bytes of everything written so far."""
@@ -154,7 +155,14 @@ class Progress:
             self._behind -= 1
             self._done.update({"rows": 1, "tokens": tokens})
             self.bytes_raw += raw_bytes
-            self._meter.add(self._active(), self._done["tokens"])
+            self._meter.add(self._active(), self._done["tokens"] + self._redone)
+
+    def lost(self, tokens: int, raw_bytes: int) -> None:
+        """A row that was written is gone with its open shard; it will be done again."""
+        with self._lock:
+            self._done.subtract({"rows": 1, "tokens": tokens})
+            self._redone += tokens
+            self.bytes_raw -= raw_bytes
 
     def refused(self, kind: str) -> None:
         """An answer was no good; the row may be tried again."""

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace._version import __version__
 from headrace.data.rows import RowFolder
 from headrace.engines.base import Engine, open_engine
 from headrace.errors import (
@@ -24,22 +23,23 @@ from headrace.errors import (
 from headrace.extract import checks
 from headrace.extract.admission import Budget, in_windows, window_size
 from headrace.extract.config import ExtractConfig
-from headrace.extract.disk import DiskGuard
 from headrace.extract.files import RunFiles
 from headrace.extract.journal import Journal
 from headrace.extract.ledger import ALREADY, Account, FailureFile, Selection, select
 from headrace.extract.lock import RunLock
-from headrace.extract.pipeline import ROW_OVERHEAD, Pipeline
+from headrace.extract.parts import limits_of, make_guard, make_writer
+from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Progress
 from headrace.extract.signals import graceful_signals
-from headrace.extract.stages import Limits
 from headrace.extract.view import make_view
 from headrace.extract.watch import Watch
 from headrace.extract.worker import Worker
-from headrace.remote import is_url
-from headrace.store import Store, StoreWriter, WriterOptions
+from headrace.store import Store
 from headrace.target import Target
 from headrace.types import Row
+
+if TYPE_CHECKING:
+    from headrace.extract.ray_pipeline import CrewEngine, RayPipeline
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -95,6 +95,7 @@ class Extraction:
         self.spec = self.target.spec(config.taps, dtype=config.dtype, final_normed=config.final_normed)
         self.files = RunFiles(config.out)
         self.started = time.monotonic()
+        self.engine: Engine | CrewEngine
 
     def run(self) -> Outcome:
         """Everything, from the checks to the account."""
@@ -105,12 +106,13 @@ class Extraction:
         selection = self._select(store, failures)
         if not selection.todo:
             return self._nothing_to_do(selection, failures)
-        self.engine = self._open_engine()
-        budget = Budget(checks.budget_tokens(self.config, self.engine, max(selection.todo.values())))
+        self.codec = checks.codec_of(self.config, store, self.spec)
+        longest = max(selection.todo.values())
+        self.engine = self._open_engine(longest)
+        budget = Budget(checks.budget_tokens(self.config, self.engine, longest))
         if store is not None:
             checks.check_provenance(self.config, store, self.engine)
         checks.check_engine(self.config, self.engine, self.say)
-        self.codec = checks.codec_of(self.config, store, self.spec)
         checks.check_space(self.config, selection, self.spec, self.codec)
         pipeline = self._pipeline(budget, selection)
         return self._work(pipeline, selection, failures)
@@ -147,12 +149,25 @@ class Extraction:
             )
         return selection
 
-    def _open_engine(self) -> Engine:
+    def _open_engine(self, longest: int) -> Engine | CrewEngine:
+        if self.config.ray:
+            return self._open_crew(longest)
         if self.given_engine is not None:
             return self.given_engine
         engine = open_engine(self.config.engine, self.target, self.spec, checks.engine_options(self.config))
         self.stack.callback(self._close_engine)
         return engine
+
+    def _open_crew(self, longest: int) -> CrewEngine:
+        if self.given_engine is not None:
+            raise ConfigError(
+                "workers on a Ray cluster open their engines themselves; name one with engine = ..."
+            )
+        from headrace.extract.ray_run import open_crew
+
+        crew = open_crew(self.config, self.spec, self.codec, longest)
+        self.stack.callback(self._close_engine)
+        return crew
 
     def _close_engine(self) -> None:
         """Close whichever engine is open by now; one that hangs in it is left behind."""
@@ -164,58 +179,37 @@ class Extraction:
 
     def _reopen(self) -> Engine:
         self.engine.close()
-        self.engine = open_engine(
-            self.config.engine, self.target, self.spec, checks.engine_options(self.config)
-        )
-        return self.engine
+        engine = open_engine(self.config.engine, self.target, self.spec, checks.engine_options(self.config))
+        self.engine = engine
+        return engine
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _pipeline(self, budget: Budget, selection: Selection) -> Pipeline:
-        writer = StoreWriter(
-            self.config.place,
-            self.spec,
-            codec=self.codec,
-            final_positions=self.config.final_positions,
-            provenance={"engine": checks.engine_provenance(self.engine), "headrace": __version__},
-            # Zero states are judged by check_capture, tap by tap: at boundary 0 they are legitimate.
-            options=WriterOptions(
-                shard_bytes=int(self.config.shard_bytes),
-                shard_seconds=60 * self.config.seal_minutes,
-                queue_bytes=min(256 << 20, 2 * int(self.config.shard_bytes)),
-                allow_zeros=True,
-                trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
-            ),
-        )
-        self.stack.callback(lambda: None if pipeline.aborted else writer.close())
-        per_token = self.spec.bytes_per_token
-        bytes_before = selection.tokens_done * per_token
+    def _pipeline(self, budget: Budget, selection: Selection) -> Pipeline | RayPipeline:
         progress = Progress(
             rows=len(selection.todo),
             tokens=selection.tokens,
             rows_before=selection.skipped[ALREADY],
             tokens_before=selection.tokens_done,
-            bytes_before=bytes_before,
+            bytes_before=selection.tokens_done * self.spec.bytes_per_token,
         )
-        waiting = 2 * int(self.config.shard_bytes) + writer.options.queue_bytes
+        if not isinstance(self.engine, Engine):
+            from headrace.extract.ray_run import make_ray_pipeline
 
-        def on_its_way() -> int:
-            """Bytes that may still go to disk without another row being admitted; never more than the run has left."""
-            written = progress.bytes_raw - bytes_before
-            left = selection.tokens * per_token - written + min(waiting, written)
-            return min(budget.used * per_token + waiting, left) + ROW_OVERHEAD * progress.rows_out
-
-        local = not is_url(self.config.place)
-        disk = Path(self.config.place) if local else self.config.out
-        guard = DiskGuard(disk, int(self.config.min_free), on_its_way, holds_states=local)
+            # The store is made here and now: its first workers then only join it, and it is there whatever becomes of them.
+            make_writer(self.config, self.spec, self.codec, self.engine).close()
+            return make_ray_pipeline(self.config, self.engine, progress, selection.tokens)
+        writer = make_writer(self.config, self.spec, self.codec, self.engine)
+        self.stack.callback(lambda: None if pipeline.aborted else writer.close())
+        guard = make_guard(self.config, self.spec, writer, budget, progress, tokens=selection.tokens)
         pipeline = Pipeline(
-            self.engine, writer, budget=budget, guard=guard, progress=progress, limits=_limits(self.config)
+            self.engine, writer, budget=budget, guard=guard, progress=progress, limits=limits_of(self.config)
         )
         if self.given_engine is None:
             pipeline.reopen = self._reopen
         return pipeline
 
-    def _work(self, pipeline: Pipeline, selection: Selection, failures: FailureFile) -> Outcome:
+    def _work(self, pipeline: Pipeline | RayPipeline, selection: Selection, failures: FailureFile) -> Outcome:
         journal = Journal(self.files, self.config, self.spec, self.engine.info, self.rows, self.codec)
         self.stack.callback(journal.close)
         info, there = self.engine.info, selection.skipped[ALREADY]
@@ -230,7 +224,9 @@ class Extraction:
             journal.end(result, error)
         return Outcome(result, error)
 
-    def _run(self, pipeline: Pipeline, selection: Selection, watch: Watch) -> HeadraceError | None:
+    def _run(
+        self, pipeline: Pipeline | RayPipeline, selection: Selection, watch: Watch
+    ) -> HeadraceError | None:
         """The error of ours that ended the pipeline, if one did; others pass."""
         try:
             pipeline.run(self._ordered(selection), self.rows.get)
@@ -259,7 +255,11 @@ class Extraction:
     # --- the account ----------------------------------------------------------------------------------------------------
 
     def _account(
-        self, pipeline: Pipeline, selection: Selection, failures: FailureFile, error: HeadraceError | None
+        self,
+        pipeline: Pipeline | RayPipeline,
+        selection: Selection,
+        failures: FailureFile,
+        error: HeadraceError | None,
     ) -> tuple[dict[str, Any], HeadraceError | None]:
         store = Store.open(self.config.place)
         stored = set(store.keys())
@@ -308,18 +308,6 @@ class Extraction:
             "codec": store.codec,
             "taps": list(self.spec.taps),
         }
-
-
-def _limits(config: ExtractConfig) -> Limits:
-    return Limits(
-        tries=config.tries,
-        failures_in_a_row=config.max_failures_in_a_row,
-        failed_share=config.max_failed_share,
-        engine_wait_seconds=60 * config.engine_wait_minutes,
-        stall_seconds=60 * config.stall_minutes,
-        pause_seconds=60 * config.pause_minutes,
-        seal_seconds=60 * config.seal_minutes,
-    )
 
 
 def _counts(reasons: dict[str, int]) -> str:

@@ -7,13 +7,20 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Protocol
 
 from headrace.errors import Interrupted
-from headrace.extract.pipeline import Pipeline
+
+
+class Stoppable(Protocol):
+    """What a signal tells to stop."""
+
+    stopping: str
+    aborted: bool
 
 
 @contextlib.contextmanager
-def graceful_signals(pipeline: Pipeline) -> Iterator[None]:
+def graceful_signals(pipeline: Stoppable) -> Iterator[None]:
     """Within the block the first signal sets ``pipeline.stopping``, the second raises Interrupted in the main thread.
 
     A signal that this process was told to ignore (SIGHUP under nohup, SIGINT in a background job) stays ignored. Only the main thread can take signals; elsewhere (a notebook's thread, a worker) this does nothing.

@@ -135,10 +135,14 @@ class Verifier:
             self._accept(row, answer.states)
 
     def _accept(self, row: Row, states: torch.Tensor) -> None:
-        self._in_a_row = 0
-        self.successes += 1
+        self.succeeded()
         self.norms.add(sampled_norms(states))
         offer(self.checked, (row, states), lambda: not self.abandoned)
+
+    def succeeded(self) -> None:
+        """Count a right answer."""
+        self._in_a_row = 0
+        self.successes += 1
 
     def fail(self, row: Row, failure: Failure) -> None:
         """Count a bad answer; the row is tried again in a later round or, after its last try, set aside."""
@@ -189,6 +193,8 @@ class Writer:
         self.seal_seconds = seal_seconds
         self.abandoned = False
         """Set to end the stage without sealing."""
+        self.seal_soon = threading.Event()
+        """Set to have what is written sealed before its time."""
         self._open_since: float | None = None
         """Since when the oldest capture not yet surely durable waits."""
 
@@ -211,13 +217,16 @@ class Writer:
     def _next(self) -> tuple[Row, torch.Tensor] | None:
         while not self.abandoned:
             try:
-                return self.checked.get(timeout=1.0)
+                return self.checked.get(timeout=0.25)
             except queue.Empty:
                 self._seal_if_old()
         return None
 
     def _seal_if_old(self) -> None:
-        if self._open_since is not None and time.monotonic() - self._open_since > self.seal_seconds:
+        if self._open_since is None:
+            return
+        if self.seal_soon.is_set() or time.monotonic() - self._open_since > self.seal_seconds:
+            self.seal_soon.clear()
             self.sink.seal()
             self._open_since = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.extract.disk import stored_size
 from headrace.extract.journal import Journal
@@ -12,6 +12,9 @@ from headrace.extract.lock import RunLock
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Snapshot
 from headrace.extract.view import View
+
+if TYPE_CHECKING:
+    from headrace.extract.ray_pipeline import RayPipeline
 
 SHOW_SECONDS = 0.25
 PROGRESS_SECONDS = 5.0
@@ -24,6 +27,8 @@ ALOUD = {
     "pause": "{message}",
     "unpause": "{message}",
     "round": "trying {rows} failed rows again (round {number})",
+    "worker_joined": "worker {worker} is ready on {host} (process {pid})",
+    "worker_lost": "worker {worker} is lost: {message}; its {rows} unsealed rows go to others",
     "set_aside": "set aside row {key} ({origin}) after {tries} tries: {kind}: {message}",
 }
 
@@ -33,7 +38,7 @@ class Watch:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Pipeline | RayPipeline,
         journal: Journal,
         view: View,
         failures: FailureFile,

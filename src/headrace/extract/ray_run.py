@@ -1,0 +1,75 @@
+"""Puts a distributed extraction together: the cluster, its crew, and the pipeline that drives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.extract import checks
+from headrace.extract.config import ExtractConfig
+from headrace.extract.crew import Crew
+from headrace.extract.disk import DiskGuard
+from headrace.extract.parts import limits_of
+from headrace.extract.progress import Progress
+from headrace.extract.ray_cluster import RayCluster
+from headrace.extract.ray_pipeline import CrewEngine, RayPipeline
+from headrace.extract.ray_worker import Setup
+from headrace.remote import absolute
+from headrace.types import CaptureSpec
+
+
+def open_crew(config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int) -> CrewEngine:
+    """Join the cluster and wait for the first worker. ``longest``: tokens of the longest row.
+
+    Raises ConfigError for options that exclude each other, PreflightError or EngineUnavailableError when there is no
+    cluster or no worker, and whatever the first worker's engine raises.
+    """
+    if config.url and config.ray_gpus:
+        raise ConfigError(
+            "--ray-gpus are for engines that workers start; with --url the servers have them already"
+        )
+
+    # A worker's current folder is another one.
+    places = {"rows": absolute(config.rows), "out": absolute(config.out)}
+    if config.store:
+        places["store"] = absolute(config.store)
+    if Path(config.model).exists():
+        places["model"] = absolute(config.model)
+    moved = config.model_copy(update={name: type(getattr(config, name))(p) for name, p in places.items()})
+
+    def setup(options: dict[str, Any]) -> Setup:
+        return Setup(
+            config=moved.model_dump(mode="json"),
+            options=options,
+            spec=spec.to_dict(),
+            codec=codec,
+            longest=longest,
+        )
+
+    one = config.model_copy(update={"url": config.url[:1]})
+    cluster = RayCluster(config, setup, checks.engine_options(one))
+    crew = Crew(cluster, patience=60 * config.engine_wait_minutes, silence=60 * config.lease_minutes)
+    engine = CrewEngine(
+        crew, spec, any_settings=config.allow_other_settings, skip_preflight=config.skip_preflight
+    )
+    try:
+        engine.open()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def make_ray_pipeline(
+    config: ExtractConfig, engine: CrewEngine, progress: Progress, tokens: int
+) -> RayPipeline:
+    """The driver for ``tokens`` to do."""
+    return RayPipeline(
+        engine,
+        guard=DiskGuard(config.out, 0, lambda: 0),
+        progress=progress,
+        limits=limits_of(config),
+        tokens=tokens,
+        lease_seconds=60 * config.lease_minutes,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from headrace.testing.models import make_config_only
 
     return make_config_only(tmp_path_factory.mktemp("models") / "config-only")
+
+
+def pytest_configure() -> None:
+    """Under ``nohup`` and in background jobs SIGHUP and SIGINT are ignored from the start, which every tested child inherits."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

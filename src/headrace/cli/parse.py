@@ -87,7 +87,7 @@ def _take_config(args: list[str]) -> tuple[list[str], Path | None]:
 def _fill_bare(args: list[str], bare: dict[str, str]) -> list[str]:
     """Options that stand alone, with the value that they then have."""
     out = []
-    for word, following in zip(args, [*args[1:], None], strict=True):
+    for word, following in zip(args, [*args[1:], None], strict=False):
         name = word.removeprefix("--").replace("-", "_")
         alone = following is None or following.startswith("-")
         out.append(f"{word}={bare[name]}" if word.startswith("--") and name in bare and alone else word)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError, InputError, SpecMismatchError
-from headrace.target import Head, Target, tokenizer_fingerprint
+from headrace.modelfiles import tokenizer_fingerprint
+from headrace.target import Head, Target
 from headrace.testing.models import make_config_only, make_tiny_model
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
-from headrace.errors import ConfigError, InputError, SpecMismatchError
+from headrace.errors import ConfigError, SpecMismatchError
+from headrace.modelfiles import WeightFiles, download, load_errors, tokenizer_fingerprint
 from headrace.types import FINAL, CaptureSpec, NormKind, Tap, hash_json, parse_taps
 
 if TYPE_CHECKING:
@@ -58,20 +56,6 @@ _LAYER_NORM = (
     "cohere",
     "cohere2",
     "starcoder2",
-)
-_PROBES = (
-    "Hello, world!",
-    "  two leading spaces",
-    "line\nbreak\r\nand\ttab",
-    "1234567890 3.14159",
-    "def f(x):\n    return x ** 2\n",
-    "naïve café e\u0301 ヿ",
-    "👩‍🚀 🚀",
-    "中文字符 русский العربية",
-    "<think>",
-    "</think>",
-    "<|im_start|>assistant\n",
-    "<|eot_id|>",
 )
 
 
@@ -119,7 +103,7 @@ class Target:
                 raise ConfigError(
                     f"model folder {name} does not exist; give a folder with config.json or a hub id"
                 )
-            path = _download(name, revision)
+            path = download(name, revision)
         file = path / "config.json"
         if not file.is_file():
             raise ConfigError(f"{path} has no config.json; give the folder of a Hugging Face model")
@@ -215,55 +199,20 @@ class Target:
     # --- weights ----------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _weight_files(self) -> list[Path]:
-        return sorted(self.path.glob("*.safetensors"))
+    def _weights(self) -> WeightFiles:
+        return WeightFiles(self.path)
 
     @functools.cached_property
     def weights_hash(self) -> str:
         """Fingerprint of the weights: each file's header, size and 64 KiB at 17 places. ``""`` if there are none."""
-        if not self._weight_files:
-            return ""
-        digest = xxhash.xxh3_64()
-        for file in self._weight_files:
-            size = file.stat().st_size
-            with open(file, "rb") as handle:
-                header = int.from_bytes(handle.read(8), "little")
-                digest.update(size.to_bytes(8, "little"))
-                digest.update(handle.read(header))
-                for part in range(17):
-                    handle.seek(8 + header + (max(0, size - 8 - header - 65536) * part) // 16)
-                    digest.update(handle.read(65536))
-        return digest.hexdigest()
-
-    @functools.cached_property
-    def _tensor_files(self) -> Mapping[str, Path]:
-        from safetensors import safe_open
-
-        names: dict[str, Path] = {}
-        for file in self._weight_files:
-            with safe_open(file, framework="pt") as handle:
-                names.update(dict.fromkeys(handle.keys(), file))
-        return names
+        return self._weights.fingerprint()
 
     def tensor(self, *suffixes: str) -> torch.Tensor | None:
         """The one weight whose name ends with one of ``suffixes`` (first suffix that matches), or None.
 
         Raises ConfigError when several match, so that a wrapper's second tower is never taken by luck.
         """
-        from safetensors import safe_open
-
-        for suffix in suffixes:
-            names = [n for n in self._tensor_files if n == suffix or n.endswith("." + suffix)]
-            names = [n for n in names if "vision" not in n and "visual" not in n and "mtp" not in n] or names
-            if len(names) > 1:
-                raise ConfigError(
-                    f"{self.path} has several weights ending in {suffix}: {sorted(names)[:4]}; cannot choose"
-                )
-            if names:
-                with safe_open(self._tensor_files[names[0]], framework="pt") as handle:
-                    found: torch.Tensor = handle.get_tensor(names[0])
-                    return found
-        return None
+        return self._weights.tensor(*suffixes)
 
     def _required(self, what: str, *suffixes: str) -> torch.Tensor:
         tensor = self.tensor(*suffixes)
@@ -280,13 +229,6 @@ class Target:
             "embedding", "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"
         )
 
-    @property
-    def embedding_scale(self) -> float:
-        """Factor the model applies to its embedding output (Gemma: sqrt(hidden)); 1.0 elsewhere."""
-        if self.model_type.startswith("gemma"):
-            return math.sqrt(self.hidden_size)
-        return float(self.config.get("embedding_multiplier", 1.0))
-
     @functools.cached_property
     def head(self) -> Head:
         """What turns a final state into logits; the embedding when the model ties the two."""
@@ -294,7 +236,7 @@ class Target:
         tied = bool(config.get("tie_word_embeddings", self.raw_config.get("tie_word_embeddings", False)))
         weight = self.tensor("lm_head.weight", "embed_out.weight", "output.weight")
         if weight is None:
-            if not tied and self._weight_files and "tie_word_embeddings" in config:
+            if not tied and self._weights.files and "tie_word_embeddings" in config:
                 raise ConfigError(
                     f"{self.path} has no lm_head.weight and does not tie it to the embedding; the folder is incomplete"
                 )
@@ -351,10 +293,10 @@ class Target:
             )
         try:
             return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
+        except load_errors() as exc:
             raise ConfigError(
-                f"{self.path} has no usable tokenizer ({type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}); "
-                "copy tokenizer.json and tokenizer_config.json of the model into it"
+                f"{self.path} has no usable tokenizer ({type(exc).__name__}: {' '.join(str(exc).split())}); "
+                "take config.json, tokenizer.json and tokenizer_config.json from the model's source again"
             ) from exc
 
     @property
@@ -415,30 +357,3 @@ class Target:
             raise SpecMismatchError(
                 f"{what} was made for another target than {self.name}: {'; '.join(lines)}. Use the model it was made with"
             )
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """16 hex digits over special ids and probe encodings: catches shifted special ids that text round trips hide."""
-    special = sorted(
-        (int(i), str(getattr(t, "content", t))) for i, t in tokenizer.added_tokens_decoder.items()
-    )
-    probes = [list(tokenizer.encode(p, add_special_tokens=False)) for p in _PROBES]
-    return hash_json({"special": special, "probes": probes, "size": len(tokenizer)})
-
-
-def _download(name: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision or None,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.py", "*.txt"],
-            )
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as exc:
-        raise InputError(
-            f"{name} is neither a local model folder nor a hub id that can be fetched ({type(exc).__name__}); check the name or the network"
-        ) from exc

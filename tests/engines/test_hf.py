@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,3 +158,25 @@ def test_names_what_is_wrong(tiny_llama: Path, tmp_path: Path) -> None:
     empty = Target.open(str(tmp_path))
     with pytest.raises(EngineError, match="cannot load"):
         open_engine("hf", empty, empty.spec("last"), {"device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({}, "invalid header|header"),
+    ],
+)
+def test_a_folder_that_contradicts_itself(
+    tiny_llama: Path, tmp_path: Path, change: dict[str, int], message: str
+) -> None:
+    """transformers lets errors of other libraries through for these; ours name the folder."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tiny_llama / "config.json").read_text()) | change)
+    )
+    weights = (tiny_llama / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights if change else weights[:300])
+    target = Target.open(str(tmp_path))
+    with pytest.raises(EngineError, match=message) as caught:
+        open_engine("hf", target, target.spec("last"), {"device": "cpu"})
+    assert str(tmp_path) in str(caught.value)

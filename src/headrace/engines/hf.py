@@ -15,6 +15,7 @@ from pydantic import Field
 from headrace.engines import packing
 from headrace.engines.base import Engine, EngineInfo, EngineOptions
 from headrace.errors import EngineError
+from headrace.modelfiles import load_errors
 from headrace.taps import ResidualTaps
 from headrace.target import Target
 from headrace.types import Capture, CaptureSpec, Failure, Row
@@ -221,8 +222,8 @@ def load_model(target: Target, dtype: str, device: str = "auto", attention: str 
         raise EngineError(
             f"{target.name} does not fit on {device}; use another device or a serving engine"
         ) from exc
-    except (OSError, ValueError, KeyError, ImportError) as exc:
-        raise EngineError(f"transformers cannot load {target.path}: {exc}") from exc
+    except load_errors() as exc:
+        raise EngineError(f"transformers cannot load {target.path}: {' '.join(str(exc).split())}") from exc
 
 
 def _windows(rows: Iterable[Row], window_tokens: int) -> Iterator[list[Row]]:

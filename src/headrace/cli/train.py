@@ -16,6 +16,10 @@ def run(config: Config, output: Output) -> None:
     if not result:  # one of several workers; the first one speaks
         return
     output.set(**result)
+    if config.method != "eagle3":  # its result is whatever its author finds worth telling
+        facts = [(key, str(value)) for key, value in result.items() if not isinstance(value, (list, dict))]
+        output.table(f"Trained by {config.method}", ["", ""], facts)
+        return
     last, best = result["last"], result["val_accuracy"]
     rows = [
         (step + 1, f"{right:.3f}", f"{in_vocab:.3f}", f"{of_last:.3f}")

@@ -30,7 +30,8 @@ from headrace.data.sources import Sources, find_sources
 from headrace.data.template import ChatTemplate, check_special_ids
 from headrace.errors import CorruptError, HeadraceError, InputError
 from headrace.files import read_json
-from headrace.target import Target, tokenizer_fingerprint
+from headrace.modelfiles import tokenizer_fingerprint
+from headrace.target import Target
 from headrace.types import hash_json
 
 Say = Callable[[str], None]

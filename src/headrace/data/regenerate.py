@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import stamina
 
+from headrace.data.account import Totals
 from headrace.data.answers import AnswerFile
 from headrace.data.api import Answer, Busy, Endpoint, Refused, Stop
 from headrace.data.config import RegenerateConfig
@@ -28,8 +28,6 @@ from headrace.data.sources import Sources, find_sources
 from headrace.data.talk import Talk, first_prompt, fits, plain, wanted_turns
 from headrace.errors import (
     EngineUnavailableError,
-    HeadraceError,
-    IncompleteError,
     InputError,
     PreflightError,
 )
@@ -48,23 +46,6 @@ class Task:
     conversation: Conversation
     source: str
     line: int
-
-
-@dataclass
-class Totals:
-    """What this run did."""
-
-    started: float = field(default_factory=time.monotonic)
-    answered: int = 0
-    requests: int = 0
-    retries: int = 0
-    tokens: int = 0
-    cost: float = 0.0
-    failed: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
-    in_a_row: int = 0
-    dearest: float = 0.0
-    """Cost of the most expensive request so far: what one more may cost."""
 
 
 def regenerate(config: RegenerateConfig, say: Say = lambda _: None) -> dict[str, Any]:
@@ -223,7 +204,7 @@ class _Run:
                 self.answers.add(record)
                 self.totals.answered += 1
                 self.totals.in_a_row = 0
-            progress.update(self.position, self._facts())
+            progress.update(self.position, self.totals.line())
 
     def _must_stop(self) -> bool:
         config, totals = self.config, self.totals
@@ -361,47 +342,11 @@ class _Run:
         if config.token_ids == "require" and (answer.ids is None or answer.prompt_ids is None):
             raise Stop("it sends no token ids; update the server or drop --token-ids require")
 
-    # --- accounts -----------------------------------------------------------------------------------------------
-
-    def _facts(self) -> str:
-        totals = self.totals
-        seconds = max(1e-9, time.monotonic() - totals.started)
-        facts = f"{totals.answered:,} done, {sum(totals.failed.values()):,} failed, {totals.requests / seconds:.1f} requests/s, {totals.tokens / seconds:,.0f} tokens/s"
-        return facts + (f", ${totals.cost:.4f}" if totals.cost else "")
-
     def result(self) -> dict[str, Any]:
         """The account of the run. Raises IncompleteError or HeadraceError when it is not whole."""
-        totals, answers = self.totals, self.answers
-        result = {
-            "out": str(self.config.out),
-            "conversations": len(answers.done),
-            "answered": totals.answered,
-            "failed": dict(totals.failed),
-            "skipped": dict(totals.skipped),
-            "requests": totals.requests,
-            "retries": totals.retries,
-            "tokens": totals.tokens,
-            "cost": round(totals.cost, 6),
-            "with_token_ids": answers.with_ids,
-            "finish_reasons": dict(answers.finish_reasons),
-            "providers": dict(answers.providers),
-            "seconds": round(time.monotonic() - totals.started, 3),
-        }
-        if len(answers.providers) > 1:
+        if len(self.answers.providers) > 1:
             self.say(
-                f"answers come from several providers: {dict(answers.providers)}; pin one with --provider"
+                f"answers come from several providers: {dict(self.answers.providers)}; pin one with --provider"
             )
-        failed = ", ".join(f"{reason} {n}" for reason, n in totals.failed.most_common())
-        if self.stopped:
-            raise IncompleteError(
-                f"stopped: {self.stopped}; {totals.answered:,} answered, failed: {failed or 'none'}. Run the command again to go on"
-            )
-        if totals.failed:
-            raise IncompleteError(
-                f"{sum(totals.failed.values()):,} conversations failed ({failed}), see {answers.failed_path}; run the command again to try them anew"
-            )
-        if not answers.done:
-            raise HeadraceError(
-                f"no conversation was answered (skipped: {dict(totals.skipped) or 'the input is empty'}); look at the input"
-            )
-        return result
+        self.totals.require_whole(self.answers, self.stopped)
+        return {"out": str(self.config.out), **self.totals.account(self.answers)}

@@ -12,7 +12,8 @@ import numpy as np
 from headrace.data.config import ShowConfig
 from headrace.data.rows import RowFolder
 from headrace.errors import ConfigError, InputError, SpecMismatchError
-from headrace.target import Target, tokenizer_fingerprint
+from headrace.modelfiles import tokenizer_fingerprint
+from headrace.target import Target
 from headrace.types import Row
 
 OPEN, CLOSE, NEWLINE = "⟦", "⟧", "⏎"

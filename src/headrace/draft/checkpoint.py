@@ -27,6 +27,7 @@ from headrace.types import CaptureSpec
 FORMAT = "headrace-draft"
 VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+OWN_METHOD = "eagle3"
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,61 @@ def save_draft(folder: Path, model: Eagle3Draft, spec: CaptureSpec, lineage: dic
 
     Raises StorageFullError when space runs out; what was there is then gone or whole, never mixed.
     """
-    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    tensors = model.state_dict()
     if not model.config.own_embedding:
         del tensors["embed_tokens.weight"]
+    write_drafter(folder, OWN_METHOD, model.config.model_dump(mode="json"), tensors, spec, lineage)
+
+
+def write_drafter(
+    folder: Path,
+    method: str,
+    shape: dict[str, Any],
+    tensors: dict[str, Tensor],
+    spec: CaptureSpec,
+    lineage: dict[str, Any],
+) -> None:
+    """Write a drafter of any method: ``shape`` is what its weights need to mean something, with ``taps`` among it.
+
+    Raises StorageFullError when space runs out; what was there is then gone or whole, never mixed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         (folder / CONFIG).unlink()
-    save_tensors(folder / WEIGHTS, tensors)
+    save_tensors(folder / WEIGHTS, {name: t.detach().cpu().contiguous() for name, t in tensors.items()})
     write_json(
         folder / CONFIG,
         {
             "format": FORMAT,
             "version": VERSION,
-            "architecture": "eagle3",
-            "draft": model.config.model_dump(mode="json"),
+            "architecture": method,
+            "draft": shape,
             "spec": spec.to_dict(),
             "weights": {"file": WEIGHTS, "hash": file_hash(folder / WEIGHTS)},
             "lineage": lineage,
         },
     )
+
+
+def read_drafter(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the proven weights of a drafter of any method.
+
+    Raises ConfigError for a folder that is no drafter, CorruptError for weights that are not the ones written with its
+    document, SpecMismatchError when it was trained for another target.
+    """
+    document = read_config(folder)
+    _require_weights(document, folder)
+    target.require(_spec(document, folder), f"drafter {folder}")
+    return document, load_tensors(folder / WEIGHTS)
+
+
+def _require_weights(document: dict[str, Any], folder: Path) -> str:
+    expected = str(document["weights"]["hash"])
+    if file_hash(folder / WEIGHTS) != expected:
+        raise CorruptError(
+            f"{folder / WEIGHTS} is not the file its {CONFIG} was written for; train or import the drafter again"
+        )
+    return expected
 
 
 def load_draft(
@@ -78,13 +115,14 @@ def load_draft(
     SpecMismatchError when ``target`` is not the one it was trained for.
     """
     document = read_config(folder)
+    method = document.get("architecture", OWN_METHOD)
+    if method != OWN_METHOD:
+        raise ConfigError(
+            f"{folder} is a drafter of the method {method!r}; this command knows {OWN_METHOD} drafters only (evaluate knows both)"
+        )
     config = build(DraftConfig, document["draft"], str(folder / CONFIG))
     spec = _spec(document, folder)
-    expected = str(document["weights"]["hash"])
-    if file_hash(folder / WEIGHTS) != expected:
-        raise CorruptError(
-            f"{folder / WEIGHTS} is not the file its {CONFIG} was written for; train or import the drafter again"
-        )
+    expected = _require_weights(document, folder)
     tensors = load_tensors(folder / WEIGHTS)
     if not config.own_embedding:
         target = target or Target.open(spec.target, spec.revision)

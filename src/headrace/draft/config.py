@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import ByteSize, ConfigDict, Field, model_validator
 from pydantic_settings import CliPositionalArg
@@ -77,6 +77,10 @@ class TrainConfig(TrainOptions):
     """Start from this drafter (ours, or after `headrace import-draft`) instead of new weights; its shape is kept."""
     shape: ShapeOptions = ShapeOptions()
     """The drafter's shape."""
+    method: str = "eagle3"
+    """Draft method: eagle3, or one that an installed package adds (docs/add-a-method.md); such a one has options of its own alone."""
+    method_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of an added method."""
     cache: Path | None = None
     """Where blocks of a store at a URL are kept on disk; ~/.cache/headrace/blocks when empty."""
     cache_bytes: ByteSize = Field(default=ByteSize(32 << 30), ge=0)

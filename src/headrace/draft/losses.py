@@ -17,18 +17,26 @@ vanishes exactly as training converges.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    # Shapes for readers, and for tests/test_shapes.py, which checks them; nothing is imported at run time.
+    from jaxtyping import Float, Int
 
 LossKind = Literal["kl", "ce", "tv", "lk", "hybrid"]
 HYBRID_RATE = 3.0
 
 
 def loss_and_gradient(
-    kind: LossKind, logits: Tensor, log_target: Tensor, mass: Tensor, top: Tensor
-) -> tuple[Tensor, Tensor]:
+    kind: LossKind,
+    logits: Float[Tensor, "*rows V"],
+    log_target: Float[Tensor, "... V"],
+    mass: Float[Tensor, "..."],
+    top: Int[Tensor, "..."],
+) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows V"]]:
     """Loss [...] and its gradient [..., V] on ``logits``.
 
     Args:

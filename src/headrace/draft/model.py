@@ -7,6 +7,7 @@ A *row* p joins the fused taps of target position p with the embedding of token 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from torch.nn import functional as F
 
 from headrace.draft.rotary import Rotary, rotate
 from headrace.draft.shape import DraftConfig
+
+if TYPE_CHECKING:
+    # Shapes for readers, and for tests/test_shapes.py, which checks them; nothing is imported at run time.
+    from jaxtyping import Bool, Float, Int
 
 
 class RMSNorm(nn.Module):
@@ -168,7 +173,7 @@ class Eagle3Draft(nn.Module):
 
     # --- pieces shared by training and serving ----------------------------------------------------------------
 
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, taps: Float[Tensor, "*rows taps_x_H"]) -> Float[Tensor, "*rows H"]:
         """Taps of the target [..., taps * H], boundaries in the order of ``config.taps`` → first states [..., H]."""
         if self.input_norm is not None:
             taps = self.input_norm(taps)
@@ -178,16 +183,16 @@ class Eagle3Draft(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
-    def feedback(self, out: Tensor) -> Tensor:
+    def feedback(self, out: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         """What the next step gets as its state: the layer's output, or that after the final norm (EAGLE-3.1)."""
         return self.norm(out) if self.config.normed_feedback else out
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The layer's output [..., H] → logits over the draft vocabulary [..., V]."""
         scores: Tensor = self.lm_head(self.norm(out))
         return scores
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
+    def to_target(self, draft_ids: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
         """Draft ids → target ids, any shape."""
         return draft_ids + self.d2t[draft_ids]
 
@@ -195,14 +200,14 @@ class Eagle3Draft(nn.Module):
 
     def step(
         self,
-        ids: Tensor,
-        states: Tensor,
-        positions: Tensor,
+        ids: Int[Tensor, "B N"],
+        states: Float[Tensor, "B N H"],
+        positions: Int[Tensor, "B N"],
         cache: DraftCache,
         *,
-        slots: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        slots: Int[Tensor, "B N"] | None = None,
+        mask: Bool[Tensor, "B N M"] | None = None,
+    ) -> Float[Tensor, "B N H"]:
         """Run N rows of each sequence, adding them to ``cache``.
 
         Args:

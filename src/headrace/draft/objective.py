@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from torch.nn import functional as F
 
 from headrace.draft.losses import LossKind, loss_and_gradient
 from headrace.draft.teacher import Labels, Teacher, matmul32
+
+if TYPE_CHECKING:
+    # Shapes for readers, and for tests/test_shapes.py, which checks them; nothing is imported at run time.
+    from jaxtyping import Float, Int
 
 COUNTERS = ("counted", "covered", "hit", "reached", "reached_covered", "accepted")
 """Rows of a count table [6, S]: chains whose step s counts; those with the label in the draft vocabulary; those where the
@@ -59,7 +63,13 @@ class Objective:
         )
         self._read = torch.compile(teacher.read, dynamic=False) if compiled else teacher.read
 
-    def __call__(self, states: Tensor, lm_head: Tensor, final: Tensor, room: Tensor) -> Outcome:
+    def __call__(
+        self,
+        states: Float[Tensor, "S M H"],
+        lm_head: Float[Tensor, "V H"],
+        final: Float[Tensor, "M H"],
+        room: Int[Tensor, " M"],
+    ) -> Outcome:
         """states [S, M, H] after the draft's last norm, lm_head [V, H], final [M, H] of the label rows, room [M]."""
         loss, sums, counts = _Chunked.apply(states, lm_head, final, room, self)  # type: ignore[no-untyped-call]
         return Outcome(loss, sums, counts)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.target import Head
+
+if TYPE_CHECKING:
+    # Shapes for readers, and for tests/test_shapes.py, which checks them; nothing is imported at run time.
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,11 @@ class Teacher:
         self.bias = None if self.bias is None else self.bias.to(device)
         return self
 
-    def labels(self, final: Tensor) -> Labels:
+    def labels(self, final: Float[Tensor, "C H"]) -> Labels:
         """Final states [C, H], after the target's final norm → what it says there."""
         return self.read(matmul32(final, self.weight))
 
-    def read(self, logits: Tensor) -> Labels:
+    def read(self, logits: Float[Tensor, "C vocab"]) -> Labels:
         """The product of final states and the reordered matrix [C, vocab] → labels."""
         if self.bias is not None:
             logits = logits + self.bias
@@ -68,7 +73,7 @@ class Teacher:
         return Labels(log_probs, mass, torch.where(best < self.size, best, -1), draft.argmax(-1))
 
 
-def matmul32(states: Tensor, weight: Tensor) -> Tensor:
+def matmul32(states: Float[Tensor, "C H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "C V"]:
     """states [C, H] x weight [V, H] → [C, V] in float32, or float64 for float64 states.
 
     On CUDA a bf16 weight gives bf16 inputs and a float32 result: a bf16 result would round logits near 20 by 0.06, more

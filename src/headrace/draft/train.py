@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from headrace._version import __version__
-from headrace.draft.checkpoint import CONFIG, save_draft
+from headrace.draft.checkpoint import CONFIG, OWN_METHOD, save_draft
 from headrace.draft.config import TrainConfig
 from headrace.draft.memory import need, require_room
+from headrace.draft.method import method_class, method_options
 from headrace.draft.metrics import Accuracy
 from headrace.draft.mirror import Mirror
 from headrace.draft.objective import Objective
@@ -56,6 +57,9 @@ _FREE = frozenset(
         "wandb",
     }
 )
+_FOR_ANY_METHOD = frozenset(
+    {"store", "rows", "model", "cache", "cache_bytes", "revision", "out", "method", "method_options"}
+)
 
 
 def train(config: TrainConfig, say: Say) -> dict[str, Any]:
@@ -64,6 +68,8 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     Raises ConfigError for options that do not fit or an ``out`` that holds another run, SpecMismatchError for parts that
     do not belong together, InputError for an empty split, TrainingError when training cannot go on.
     """
+    if config.method != OWN_METHOD:
+        return _train_added(config, say)
     started = time.monotonic()
     require_wandb(config.wandb)
     workers = join(config.machine)
@@ -89,6 +95,30 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     run.resume()
     run.trainer.run(run)
     return run.finish(identity, time.monotonic() - started)
+
+
+def _train_added(config: TrainConfig, say: Say) -> dict[str, Any]:
+    """Train by a method that an installed package added; it has a process of its own and its own options alone."""
+    method = method_class(config.method)
+    options = method_options(config.method, config.method_options)
+    foreign = sorted(config.model_fields_set - _FOR_ANY_METHOD)
+    if foreign:
+        raise ConfigError(
+            f"method {config.method} does not know {', '.join(foreign)}, which are {OWN_METHOD}'s; leave them out and use method_options"
+        )
+    started = time.monotonic()
+    target = Target.open(config.model, config.revision)
+    data = Data.open(config, target)
+    identity = _identity(config, data)
+    finished = _look(config.out, identity)
+    if finished is not None:
+        say(f"{config.out} holds this run already, finished; nothing to do")
+        return finished
+    _write_manifest(config.out, identity, None)
+    result = {"out": str(config.out), **method.train(data, target, options, config.out, say)}
+    result["seconds"] = round(time.monotonic() - started, 1)
+    _write_manifest(config.out, identity, result)
+    return result
 
 
 def _identity(config: TrainConfig, data: Data) -> dict[str, Any]:

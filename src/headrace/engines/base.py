@@ -6,15 +6,14 @@ retries across runs, verification, storage) is written once above it, in ``headr
 
 from __future__ import annotations
 
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from headrace import plugins
 from headrace.config import Section, build
-from headrace.errors import ConfigError
 from headrace.target import Target
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
@@ -104,19 +103,12 @@ class Engine(ABC):
 
 def engine_names() -> list[str]:
     """Names of the installed engines, sorted."""
-    return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)})
+    return plugins.names(ENTRY_POINT_GROUP)
 
 
 def engine_class(name: str) -> type[Engine]:
     """The engine registered as ``name``. Raises ConfigError for an unknown name or two packages claiming one name."""
-    points = [p for p in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if p.name == name]
-    if not points:
-        raise ConfigError(f"no engine named {name!r} is installed; there are {engine_names()}")
-    if len({p.value for p in points}) > 1:
-        raise ConfigError(
-            f"engine {name!r} is claimed by several packages: {sorted(p.value for p in points)}; uninstall one"
-        )
-    engine: type[Engine] = points[0].load()
+    engine: type[Engine] = plugins.load(ENTRY_POINT_GROUP, name, Engine)
     return engine
 
 

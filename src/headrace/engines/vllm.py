@@ -27,7 +27,6 @@ from headrace.types import Capture, CaptureSpec, Failure, Row
 
 Answer = Capture | Failure | BaseException
 Deliver = Callable[[Row, Answer], None]
-PROBE_TOKENS = 8
 
 
 class VllmOptions(EngineOptions):

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.draft.method import DraftMethod
 from headrace.evaluate.drafter import Drafter
 from headrace.evaluate.proposal import Proposal, Verdict
 from headrace.evaluate.sampling import Rule
 from headrace.evaluate.verifier import Seen, Verifier
 
-Draft = Callable[[Drafter], Proposal]
-"""Makes a proposal for every sequence: a chain or a tree."""
+Draft = Callable[[Any], Proposal]
+"""Makes a proposal of what follows each sequence of the drafter it is given: a chain or a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Answer:
 @torch.inference_mode()
 def speculate(
     verifier: Verifier,
-    drafter: Drafter,
+    drafter: Drafter | DraftMethod,
     draft: Draft,
     rule: Rule,
     prompts: Sequence[Sequence[int]],
@@ -122,7 +124,7 @@ def _verify(verifier: Verifier, proposal: Proposal, rule: Rule, roots: Tensor) -
 
 
 def _keep(
-    rows: list[int], of: int, roots: Tensor, verifier: Verifier, drafter: Drafter | None = None
+    rows: list[int], of: int, roots: Tensor, verifier: Verifier, drafter: Drafter | DraftMethod | None = None
 ) -> Tensor:
     """Go on with some sequences of the batch; returns their roots."""
     if len(rows) == of:

@@ -13,14 +13,16 @@ import torch
 
 from headrace.data.progress import Progress
 from headrace.draft.checkpoint import Draft
+from headrace.draft.method import DraftMethod
 from headrace.engines.hf import load_model
-from headrace.errors import InputError, PreflightError
+from headrace.errors import ConfigError, InputError, PreflightError
 from headrace.evaluate.acceptance import Acceptance
 from headrace.evaluate.chain import draft_chain
 from headrace.evaluate.config import EvaluateConfig
 from headrace.evaluate.decode import Answer, Limits, decode_plainly, speculate
 from headrace.evaluate.drafter import Drafter
 from headrace.evaluate.prompts import Conversation, PromptSet
+from headrace.evaluate.proposal import Proposal
 from headrace.evaluate.sampling import Greedy, Rule, Sampling
 from headrace.evaluate.tree import draft_tree
 from headrace.evaluate.verifier import Verifier
@@ -99,15 +101,19 @@ class Offline:
         self._plain = Verifier(self.model, target.num_layers, ())
         self._plain_answers: dict[tuple[tuple[int, ...], ...], tuple[list[Answer], float]] = {}
 
-    def measure(self, draft: Draft, prompt_set: PromptSet, say: Say, *, title: str = "") -> Part:
+    def measure(
+        self, draft: Draft | DraftMethod, prompt_set: PromptSet, say: Say, *, title: str = ""
+    ) -> Part:
         """Run one drafter on one set; ``title`` names both in the progress.
 
         Raises PreflightError when every prompt is too long for the target's context.
         """
-        drafter = Drafter(draft.model)
-        verifier = Verifier(self.model, self.target.num_layers, draft.model.config.taps)
+        added = isinstance(draft, DraftMethod)
+        drafter = draft if isinstance(draft, DraftMethod) else Drafter(draft.model)
+        taps = draft.taps if isinstance(draft, DraftMethod) else draft.model.config.taps
+        verifier = Verifier(self.model, self.target.num_layers, taps)
         rule = self._rule()
-        decode = partial(speculate, verifier, drafter, self._drafting(rule), rule)
+        decode = partial(speculate, verifier, drafter, self._drafting(rule, added=added), rule)
         decode(
             [[0, 0, 0]], replace(self.limits, max_new_tokens=4)
         )  # not timed: first calls allocate and compile
@@ -140,8 +146,14 @@ class Offline:
         sampled = self.config.proposals == "sampled"
         return Sampling(self.config.temperature, self.config.top_p, generator, sampled_proposals=sampled)
 
-    def _drafting(self, rule: Rule) -> Callable[[Drafter], Any]:
+    def _drafting(self, rule: Rule, *, added: bool) -> Callable[[Any], Proposal]:
         config = self.config
+        if added:
+            if config.topk > 1 or config.proposals == "sampled":
+                raise ConfigError(
+                    "an added draft method proposes chains of its best tokens; leave out --topk and --proposals sampled"
+                )
+            return lambda drafter: Proposal.chain(drafter.propose(config.steps))
         if config.topk == 1:
             return lambda drafter: draft_chain(drafter, config.steps, rule)
         return lambda drafter: draft_tree(drafter, config.steps, config.topk, config.verify_tokens)

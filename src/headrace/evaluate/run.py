@@ -14,8 +14,9 @@ import torch
 
 from headrace._version import __version__
 from headrace.config import build
-from headrace.draft.checkpoint import load_draft, read_config
+from headrace.draft.checkpoint import OWN_METHOD, read_config
 from headrace.draft.config import DraftConfig
+from headrace.draft.method import open_drafter
 from headrace.errors import CorruptError, SpecMismatchError
 from headrace.evaluate.acceptance import Acceptance
 from headrace.evaluate.config import EvaluateConfig
@@ -72,7 +73,8 @@ class Candidate:
 
     name: str
     path: Path
-    config: DraftConfig
+    shape: dict[str, Any]
+    """``draft`` of its config.json."""
     weights_hash: str
 
     @classmethod
@@ -84,8 +86,10 @@ class Candidate:
         except (ValueError, TypeError) as exc:
             raise SpecMismatchError(f"drafter {path}: {exc}; train or import it again") from exc
         target.require(spec, f"drafter {path}")
-        config = build(DraftConfig, document["draft"], f"drafter {path}")
-        return cls(name, path, config, str(document["weights"]["hash"]))
+        shape = dict(document["draft"])
+        if document.get("architecture", OWN_METHOD) == OWN_METHOD:
+            shape = build(DraftConfig, shape, f"drafter {path}").model_dump(mode="json")
+        return cls(name, path, shape, str(document["weights"]["hash"]))
 
 
 class _Bench:
@@ -106,7 +110,7 @@ class _Bench:
             self._say(f"loading {self._target.name}")
             self._offline = Offline(self._target, self._config)
         dtype = getattr(torch, self._config.dtype)
-        loaded = load_draft(draft.path, self._target, device=str(self._offline.device), dtype=dtype)
+        loaded = open_drafter(draft.path, self._target, str(self._offline.device), dtype)
         part = self._offline.measure(loaded, prompt_set, self._say, title=f"{draft.name}, {prompt_set.name}")
         if file is not None:
             write_json(file, dataclasses.asdict(part))
@@ -118,7 +122,7 @@ class _Bench:
         settings = self._config.model_dump(mode="json", exclude=_NOT_MEASURED)
         identity = {
             "settings": settings,
-            "draft": [draft.weights_hash, draft.config.model_dump(mode="json")],
+            "draft": [draft.weights_hash, draft.shape],
             "prompts": prompt_set.sha,
             "target": [self._target.config_hash, self._target.weights_hash, self._target.template_hash],
             "version": [__version__, torch.__version__],
@@ -162,8 +166,8 @@ def _draft_report(draft: Candidate, parts: list[Part], steps: int) -> dict[str, 
         "name": draft.name,
         "path": str(draft.path),
         "weights_hash": draft.weights_hash,
-        "taps": list(draft.config.taps),
-        "draft_vocab_size": draft.config.draft_vocab_size,
+        "taps": list(draft.shape["taps"]),
+        "draft_vocab_size": draft.shape.get("draft_vocab_size"),
         "parts": [part.summary(steps) for part in parts],
         "all": {},
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace import plugins
 from headrace.errors import ConfigError, InputError
 from headrace.extract.admission import default_budget
 from headrace.extract.config import PlanConfig
@@ -151,6 +152,8 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         for name, known in CODEC_RATIOS.items()
         if name != "bf16-planes" or DTYPE_BYTES[shape.dtype] == 2
     ]
+    if codec not in CODEC_RATIOS and codec in plugins.names("headrace.codecs"):  # no figure: planned as raw
+        codecs.append(_codec_size(codec, ratio or 1.0, bytes_raw, int(config.shard_bytes)))
     if codec not in {size.codec for size in codecs}:
         raise ConfigError(
             f"--codec {codec} cannot hold {shape.dtype} states; choose one of {[size.codec for size in codecs]}"

@@ -2,6 +2,9 @@
 
 A chunk is up to ``chunk_tokens`` consecutive rows of one (capture, tap). Codecs are pure: bytes in, bytes out.
 Everything heavy in them (numpy loops, zstd) releases the GIL, so worker threads scale.
+
+Ours are in :data:`CODECS`; other packages add theirs by the entry-point group ``headrace.codecs`` (docs/add-a-codec.md).
+Ours need no entry point, so that a store opens wherever this file can be imported.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ import numpy as np
 import torch
 import zstandard
 
+from headrace import plugins
 from headrace.errors import ConfigError, CorruptError
 from headrace.store.arrays import SAFETENSORS_DTYPES, Bits, magnitudes, tensor_of
 
 PLANE_BYTES = 131_072
 """Bytes of one compressed plane: the size of a zstd block, beyond which bigger frames win nothing."""
 Buffer = bytes | memoryview
+ENTRY_POINT_GROUP = "headrace.codecs"
 
 
 class Codec(ABC):
     """One way to write chunks of states.
 
+    A lossy codec has scales and writes row after row, each row as many bytes: that is how its error is measured.
     ``bits`` is always uint16 or uint32 [rows, hidden], C-contiguous; ``scales`` is float32 [rows], used only by codecs
     with ``has_scales``. Instances may be shared by threads.
     """
@@ -177,11 +183,19 @@ class Fp8(Codec):
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Raw, Planes, Fp8)}
 
 
+def codec_class(name: str) -> type[Codec]:
+    """The codec called ``name``, ours or an installed package's. Raises ConfigError when there is none of that name."""
+    if name in CODECS:
+        return CODECS[name]
+    codec: type[Codec] = plugins.load(ENTRY_POINT_GROUP, name, Codec, own=tuple(CODECS))
+    if codec.name != name:  # the name is written into every shard and must find the class again
+        raise ConfigError(f"codec {name!r} calls itself {codec.name!r}; its entry point must have that name")
+    return codec
+
+
 def open_codec(name: str, dtype: str) -> Codec:
     """The codec called ``name`` for states of ``dtype``. Raises ConfigError for an unknown name or an unfit dtype."""
-    if name not in CODECS:
-        raise ConfigError(f"codec {name!r} is not one of {sorted(CODECS)}")
-    return CODECS[name](dtype)
+    return codec_class(name)(dtype)
 
 
 def default_codec(dtype: str) -> str:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from headrace.config import Section
+from headrace.config import Section, Taps
 from headrace.remote import Place
 
-
-def _join(value: Any) -> Any:
-    """TOML may spell taps as a list; inside it is the command line's ``"2,15,27,final"``."""
-    return ",".join(str(tap) for tap in value) if isinstance(value, list) else value
-
-
-Taps = Annotated[str, BeforeValidator(_join)]
 Layout = Literal["four-pt", "specforge", "speculators", "modelopt"]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.errors import ConfigError, StoreError
 from headrace.store.build import Parent
-from headrace.store.codecs import CODECS
+from headrace.store.codecs import codec_class
 from headrace.store.dataset import Dataset
 from headrace.store.folder import same_place
 from headrace.store.format import FinalPositions
@@ -48,17 +48,7 @@ def convert_store(
     copy = wanted.codec == source.codec and wanted.final_positions == source.final_positions
     counts = {"written": 0, "present": 0}
     total, done = source.tokens, 0
-    # what is in a store has passed a door already
-    options = (options or WriterOptions()).model_copy(update={"allow_zeros": True})
-    writer = StoreWriter(
-        out,
-        source.spec,
-        codec=wanted.codec,
-        final_positions=wanted.final_positions,
-        provenance=wanted.provenance,
-        options=options,
-    )
-    with writer:
+    with _writer(out, wanted, options or WriterOptions()) as writer:
         for key in _parents_first(source):
             entry = source.entry(key)
             if key in writer.done:
@@ -86,12 +76,24 @@ def convert_store(
     }
 
 
+def _writer(out: str | os.PathLike[str], wanted: Dataset, options: WriterOptions) -> StoreWriter:
+    return StoreWriter(
+        out,
+        wanted.spec,
+        codec=wanted.codec,
+        final_positions=wanted.final_positions,
+        provenance=wanted.provenance,
+        options=options.model_copy(
+            update={"allow_zeros": True}
+        ),  # what is in a store has passed a door already
+    )
+
+
 def _refuse(source: Store, wanted: Dataset, out: str | os.PathLike[str], allow_lossy: bool) -> None:
     if same_place(out, source.name):
         raise ConfigError(f"cannot convert {out} onto itself; give another folder with --out")
-    if wanted.codec not in CODECS:
-        raise ConfigError(f"codec {wanted.codec!r} is not one of {sorted(CODECS)}")
-    if not CODECS[source.codec].lossless and wanted.codec != source.codec and not allow_lossy:
+    codec_class(wanted.codec)  # refused by name before anything is read
+    if not codec_class(source.codec).lossless and wanted.codec != source.codec and not allow_lossy:
         raise ConfigError(
             f"{source.name} holds {source.codec} states, which were rounded; a {wanted.codec} store of them would look exact. "
             "Give --allow-lossy if that is meant"

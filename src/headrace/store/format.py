@@ -25,7 +25,6 @@ MAX_HEADER = 100_000_000
 """Longest header that safetensors readers accept."""
 KEY_BYTES = 16
 FinalPositions = Literal["all", "supervised"]
-FINAL_POSITIONS: tuple[str, ...] = ("all", "supervised")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _OPENING = b'{"__metadata__":{"digest":"'

@@ -23,7 +23,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from pydantic import Field
 
 import headrace
 from headrace.config import Section, build, read_toml
+from headrace.demo import cache_root
 from headrace.errors import ConfigError, EngineUnavailableError
 from headrace.files import read_json, write_json
 
@@ -78,11 +78,6 @@ class Recipe(Section):
 def env_names() -> list[str]:
     """Names of the recipes, sorted."""
     return sorted(path.stem for path in _RECIPES.glob("*.toml"))
-
-
-def cache_root() -> Path:
-    """Where downloads and environments are kept: ``$HEADRACE_CACHE`` or ``~/.cache/headrace``."""
-    return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser()
 
 
 def engine_env(name: str) -> Path:

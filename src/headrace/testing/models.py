@@ -5,6 +5,7 @@ Norm weights are drawn around 1 (around 0 for 1+w norms), never all equal: a mis
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,33 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_neox")
+
+_DEEPSEEK: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 163840,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+"""Latent attention and experts as DeepSeek-V3 has them, with the widths that serving engines' kernels insist on."""
 
 
 def make_tiny_model(
@@ -117,33 +145,7 @@ def _config(family: str, layers: int, hidden: int, vocab: int, overrides: dict[s
         }
     elif family == "deepseek_v3":
         cls = "DeepseekV3Config"
-        extra = {
-            "num_key_value_heads": heads,
-            "moe_intermediate_size": hidden,
-            "n_shared_experts": 1,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 48,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "routed_scaling_factor": 1.0,
-            "max_position_embeddings": 163840,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 40.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        }
+        extra = {**copy.deepcopy(_DEEPSEEK), "num_key_value_heads": heads, "moe_intermediate_size": hidden}
     elif family == "gemma3":
         cls = "Gemma3TextConfig"
         extra = {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}

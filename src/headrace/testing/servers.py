@@ -92,16 +92,6 @@ class ServerProcess:
         self.stop()
         raise EngineUnavailableError(f"the server was not healthy after {timeout:.0f} s:\n{self.tail()}")
 
-    def wait_exit(self, timeout: float = 240.0) -> int:
-        """Wait until the server ends by itself; returns its exit code. Raises EngineUnavailableError when it goes on."""
-        try:
-            return self._started().wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            raise EngineUnavailableError(
-                f"the server was still running after {timeout:.0f} s:\n{self.tail()}"
-            ) from None
-
     def tail(self, lines: int = 60) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

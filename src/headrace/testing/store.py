@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.fake import fingerprint
 from headrace.errors import CorruptError, HeadraceError
-from headrace.store.arrays import Bits, bits_dtype, bits_of, tensor_of
+from headrace.store.arrays import Bits, bits_dtype, bits_of
 from headrace.store.check import check_store
 from headrace.store.codecs import Codec
 from headrace.store.folder import SHARDS, Folder
@@ -323,8 +323,3 @@ class CodecTests:
         dtype, shape = codec.tensor(9, 16, len(payload))
         width = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}[dtype]
         assert int(np.prod(shape)) * width == len(payload)
-
-
-def values_of(bits: Bits, dtype: str) -> torch.Tensor:
-    """Bits as float32 values."""
-    return tensor_of(bits.copy(), dtype).float()

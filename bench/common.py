@@ -77,6 +77,8 @@ def main(
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(bench.result(), indent=1) + "\n", encoding="utf-8")
+        if args.json.resolve().parent == ROOT / "bench" / "results":
+            print("docs/performance.md is made of these files; run: python tools/make_docs.py")
     if not args.quick and not all(target["ok"] for target in bench.targets):
         sys.exit(1)
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 from headrace.engines.base import Engine
 from headrace.errors import StoreError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import Handle, LostError
-from headrace.extract.ray_worker import Order, RemoteWorker, Setup
-from headrace.target import Target
+from headrace.extract.ray_worker import Order, RemoteWorker
 from headrace.types import CaptureSpec
 
 MakeEngine = Callable[[CaptureSpec, int], Engine]
 """Spec and the worker's number, from 0 → its engine."""
-
-
-class ThreadWorker(RemoteWorker):
-    """A worker with an engine that the test makes."""
-
-    make: Callable[[CaptureSpec], Engine]
-
-    def _open_engine(self, target: Target) -> Engine:
-        return self.make(self.spec)
 
 
 class ThreadHandle:
@@ -57,8 +48,12 @@ class ThreadHandle:
     def kill(self) -> None:
         worker = self.worker
         if worker._thread is not None and not worker._thread.ended:
-            worker._writer._failed = StoreError("killed")
+            if hasattr(worker, "_writer"):
+                worker._writer._failed = StoreError("killed")
             worker.pipeline.aborted = True
+            worker.pipeline.limits = replace(
+                worker.pipeline.limits, stall_seconds=0.0
+            )  # a hung engine is not waited for
             worker.pipeline.stopping = "killed"
             worker._portions.close()
         self._pool.shutdown(wait=False)
@@ -74,19 +69,22 @@ class ThreadCluster:
         """Called at every wait, by the driver: where a test kills."""
 
     def bind(
-        self, config: ExtractConfig, setup: Callable[[dict[str, Any]], Setup], options: dict[str, Any]
+        self,
+        config: ExtractConfig,
+        setup: Callable[[dict[str, Any]], Any],
+        options: dict[str, Any],
+        worker: type[RemoteWorker] = RemoteWorker,
     ) -> Any:
         """Stands where the Ray cluster is made."""
-        self.config, self.setup, self.options = config, setup, options
+        self.setup, self.options, self.worker = setup, options, worker
         return self
 
     def wanted(self) -> int:
         return self.size
 
     def start(self, place: int) -> Handle:
-        worker = ThreadWorker(self.setup(self.options))
-        number = len(self.handles)
-        worker.make = lambda spec: self.make(spec, number)
+        worker, number = self.worker(self.setup(self.options)), len(self.handles)
+        worker._open_engine = lambda target: self.make(worker.spec, number)  # type: ignore[method-assign]
         handle = ThreadHandle(worker)
         self.handles.append(handle)
         return handle

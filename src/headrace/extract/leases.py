@@ -169,6 +169,10 @@ class Leases:
             self.again([key])
         return held.tokens
 
+    def forget(self, key: str) -> None:
+        """``key`` may be handed out anew, as if for the first time."""
+        self._settled.discard(key)
+
     def settle(self, key: str) -> None:
         """``key`` is given up."""
         self._settled.add(key)

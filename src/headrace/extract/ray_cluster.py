@@ -13,18 +13,16 @@ from urllib.parse import urlsplit
 from headrace.errors import EngineError, EngineUnavailableError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import Handle, LostError
-from headrace.extract.ray_worker import Order, RemoteWorker, Setup
+from headrace.extract.ray_worker import Order, RemoteWorker
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-KILL_SECONDS = 5.0
+REACH_SECONDS = 10.0
 
 
 def import_ray() -> Any:
     """The ``ray`` package. Raises PreflightError when it is not installed."""
     # Ray reports its use to its makers unless told not to; that is for the user to switch on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # An actor that asks for no GPU must not see any: engines choose their device by what they see.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -56,12 +54,8 @@ class RayHandle:
             if isinstance(exc.cause, HeadraceError):
                 raise exc.cause from None
             raise EngineError(f"a worker failed:\n{exc}") from exc
-        except errors.RayActorError as exc:
-            if isinstance(cause := getattr(exc, "cause", None), HeadraceError):
-                raise cause from None
-            raise LostError(_first_line(exc), host="node" in str(exc).lower()) from None
         except errors.RayError as exc:
-            raise LostError(_first_line(exc)) from None
+            raise LostError(_reason(exc), host="its node has died" in str(exc)) from None
 
     def kill(self) -> None:
         """See :class:`headrace.extract.crew.Handle`."""
@@ -79,9 +73,13 @@ class RayCluster:
     """
 
     def __init__(
-        self, config: ExtractConfig, setup: Callable[[dict[str, Any]], Setup], options: dict[str, Any]
+        self,
+        config: ExtractConfig,
+        setup: Callable[[dict[str, Any]], Any],
+        options: dict[str, Any],
+        worker: type[RemoteWorker] = RemoteWorker,
     ) -> None:
-        """``setup`` makes a worker's setup from its engine options; ``options`` are those of all workers together."""
+        """``setup`` makes what a ``worker`` is made from out of its engine options; ``options`` are those of all together."""
         self.config = config
         self._setup, self._options = setup, options
         self.ray = import_ray()
@@ -89,11 +87,16 @@ class RayCluster:
         if self._started:
             self._connect(config.ray)
         self._here = self.ray.get_runtime_context().get_node_id()
-        self._actor = self.ray.remote(RemoteWorker)
-        self._require_room()
+        self._actor = self.ray.remote(worker)
+        try:
+            self._require_room()
+        except PreflightError:
+            self.close()
+            raise
 
     def _connect(self, address: str) -> None:
         try:
+            _reach(address)
             self.ray.init(
                 address=address,
                 log_to_driver=False,
@@ -101,7 +104,7 @@ class RayCluster:
                 include_dashboard=False if address == "local" else None,
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError, ValueError) as exc:
+        except (OSError, RuntimeError, ValueError) as exc:
             raise EngineUnavailableError(
                 f"no Ray cluster at {address}: {_first_line(exc)}. Start one (ray start --head), or give --ray local"
             ) from exc
@@ -195,6 +198,20 @@ class RayCluster:
         if self._started and self.ray.is_initialized():
             self.ray.shutdown()
         self._started = False
+
+
+def _reach(address: str) -> None:
+    """Raises OSError for a cluster that nobody answers for: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+
+
+def _reason(error: BaseException) -> str:
+    """The line of Ray's message about a dead actor that says why."""
+    lines = str(error).splitlines()
+    why = [line.strip() for line in lines if "is dead because" in line]
+    return why[0].split(" Worker exit detail")[0] if why else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

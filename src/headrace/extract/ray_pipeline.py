@@ -378,10 +378,16 @@ class RayPipeline:
                 patience = MOMENT if self.leases.out(member.number) else CLOSE_SECONDS
                 late = now - asked.get(member.number, now) > patience
                 if member.ready is None or (late and not self.leases.open(member.number)):
-                    self.crew.let_go(member)
+                    self._let_go(member)
             self.crew.wait(TICK)
             self._pass_notes()
             self.on_tick()
+
+    def _let_go(self, member: Member) -> None:
+        """End ``member`` without waiting: what it still has is needed by nobody, or not reached in this run."""
+        for held in self.leases.lose(member.number).out.values():
+            self._came_back(held.tokens)
+        self.crew.let_go(member)
 
     def _pass_notes(self) -> None:
         while not self._notes.empty():

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, PreflightError
 from headrace.extract import checks
 from headrace.extract.config import ExtractConfig
-from headrace.extract.crew import Crew
+from headrace.extract.crew import CLOSE_SECONDS, Cluster, Crew
 from headrace.extract.disk import DiskGuard
 from headrace.extract.parts import limits_of
 from headrace.extract.progress import Progress
 from headrace.extract.ray_cluster import RayCluster
 from headrace.extract.ray_pipeline import CrewEngine, RayPipeline
 from headrace.extract.ray_worker import Setup
+from headrace.extract.stream import Stream, StreamSetup, StreamWorker
 from headrace.remote import absolute
-from headrace.types import CaptureSpec
+from headrace.store.codecs import default_codec
+from headrace.types import CaptureSpec, Row
+
+log = logging.getLogger(__name__)
+SEAL_SECONDS = 600.0
 
 
 def open_crew(config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int) -> CrewEngine:
@@ -25,11 +32,43 @@ def open_crew(config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int
     Raises ConfigError for options that exclude each other, PreflightError or EngineUnavailableError when there is no
     cluster or no worker, and whatever the first worker's engine raises.
     """
+    setup = _setup_maker(config, spec, codec, longest)
+    return _open(config, spec, RayCluster(config, setup, _options(config)))
+
+
+def open_stream(
+    config: ExtractConfig, spec: CaptureSpec, longest: int, get: Callable[[str], Row], *, keep: bool
+) -> Stream:
+    """A stream of captures from the cluster's workers, which also fill the store at ``config.out`` if told to ``keep``.
+
+    ``get`` finds a row by its key. Raises as :func:`open_crew`, and PreflightError when the engine fails its checks.
+    """
+    base = _setup_maker(config, spec, config.codec or default_codec(spec.dtype), longest)
+
+    def setup(options: dict[str, Any]) -> StreamSetup:
+        return StreamSetup(base(options), keep)
+
+    engine = _open(config, spec, RayCluster(config, setup, _options(config), StreamWorker))
+    try:
+        checks.check_engine(config, engine, log.info)
+    except PreflightError:
+        engine.close()
+        raise
+    # Kept captures are sealed at the end, which may take a slow disk or bucket its time.
+    return Stream(engine, get, SEAL_SECONDS if keep else CLOSE_SECONDS)
+
+
+def _options(config: ExtractConfig) -> dict[str, Any]:
     if config.url and config.ray_gpus:
         raise ConfigError(
             "--ray-gpus are for engines that workers start; with --url the servers have them already"
         )
+    return checks.engine_options(config.model_copy(update={"url": config.url[:1]}))
 
+
+def _setup_maker(
+    config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int
+) -> Callable[[dict[str, Any]], Setup]:
     # A worker's current folder is another one.
     places = {"rows": absolute(config.rows), "out": absolute(config.out)}
     if config.store:
@@ -47,8 +86,10 @@ def open_crew(config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int
             longest=longest,
         )
 
-    one = config.model_copy(update={"url": config.url[:1]})
-    cluster = RayCluster(config, setup, checks.engine_options(one))
+    return setup
+
+
+def _open(config: ExtractConfig, spec: CaptureSpec, cluster: Cluster) -> CrewEngine:
     crew = Crew(cluster, patience=60 * config.engine_wait_minutes, silence=60 * config.lease_minutes)
     engine = CrewEngine(
         crew, spec, any_settings=config.allow_other_settings, skip_preflight=config.skip_preflight

@@ -110,13 +110,7 @@ class RemoteWorker:
     """One worker. :meth:`open` once, then :meth:`exchange` again and again until a report says that it has ended."""
 
     def __init__(self, setup: Setup) -> None:
-        if setup.version != __version__:
-            raise PreflightError(
-                f"host {socket.gethostname()} has Headrace {__version__}, the driver {setup.version}; install one version everywhere"
-            )
         self.setup = setup
-        self.config = ExtractConfig.model_validate(setup.config)
-        self.spec = CaptureSpec.from_dict(setup.spec)
         self._stack = contextlib.ExitStack()
         self._outbox = Report()
         self._lock = threading.Condition()
@@ -131,6 +125,12 @@ class RemoteWorker:
 
     def open(self) -> Ready:
         """Open the engine. Raises what the engine raises, SpecMismatchError when this host has another target."""
+        if self.setup.version != __version__:
+            raise PreflightError(
+                f"host {socket.gethostname()} has Headrace {__version__}, the driver {self.setup.version}; install one version everywhere"
+            )
+        self.config = ExtractConfig.model_validate(self.setup.config)
+        self.spec = CaptureSpec.from_dict(self.setup.spec)
         target = Target.open(self.config.model, self.config.revision)
         here = target.spec(self.config.taps, dtype=self.config.dtype, final_normed=self.config.final_normed)
         if here != self.spec:

@@ -122,13 +122,13 @@ def test_recipe_gives_positionals_and_places(tmp_path: Path) -> None:
     file.write_text('model = "m"\nfolder = "runs/x"\n[extract]\ntaps = [3, "final"]\n')
     config = parse(ExtractConfig, "extract", "", ["--config", str(file)])
     assert (config.rows, config.out, config.model, config.taps) == (
-        Path("runs/x/rows"),
+        "runs/x/rows",
         Path("runs/x/store"),
         "m",
         "3,final",
     )
     config = parse(ExtractConfig, "extract", "", ["--config", str(file), "other", "--model", "n"])
-    assert (config.rows, config.out, config.model) == (Path("other"), Path("runs/x/store"), "n")
+    assert (config.rows, config.out, config.model) == ("other", Path("runs/x/store"), "n")
     with pytest.raises(ConfigError, match="arguments are required: ROWS"):
         parse(ExtractConfig, "extract", "", ["--model", "m", "--out", "o"])
 

@@ -142,7 +142,7 @@ from headrace.store.cache import Cache
 from headrace.testing.store import StoreTests, make_row, make_spec, make_states, same_bits
 store = Store.open(sys.argv[1], cache=Cache(Path(sys.argv[2]), int(sys.argv[3])))
 step = int(sys.argv[4])
-for seed in [*range(12), *range(12)]:
+for seed in [*range(12), *range(6)]:
     row = make_row(seed * step % 12, 16_000)
     assert same_bits(store[row.key].states, make_states(row, store.spec)), seed
 """
@@ -158,7 +158,7 @@ def test_processes_share_it(server: S3Server, tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for step in (1, 5, 7)
+        for step in (1, 5)
     ]
     most = 0
     while any(reader.poll() is None for reader in readers):
@@ -167,7 +167,7 @@ def test_processes_share_it(server: S3Server, tmp_path: Path) -> None:
         time.sleep(0.02)
     for reader in readers:
         assert reader.wait(120) == 0, reader.stderr.read() if reader.stderr else ""
-    assert LIMIT // 2 < most <= LIMIT + 3 * (LIMIT // 64 + BLOCK_BYTES)
+    assert LIMIT // 2 < most <= LIMIT + 2 * (LIMIT // 64 + BLOCK_BYTES)
     assert not [file for file in blocks(folder) if file.name.endswith(".tmp")]
 
 

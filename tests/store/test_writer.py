@@ -190,7 +190,7 @@ def test_codec_and_policy_are_the_stores(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "s", SPEC, codec="raw")
     with pytest.raises(SpecMismatchError, match="final_positions"):
         StoreWriter(tmp_path / "s", SPEC, final_positions="all")
-    with pytest.raises(ConfigError, match="is not one of"):
+    with pytest.raises(ConfigError, match="gzip"):
         StoreWriter(tmp_path / "new", SPEC, codec="gzip")
     assert not (tmp_path / "new").exists()
 

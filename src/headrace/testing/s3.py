@@ -73,12 +73,14 @@ class Gate:
         while True:
             try:
                 client, _ = listener.accept()
+            except OSError:  # shut
+                return
+            try:
                 server = socket.create_connection(("127.0.0.1", self.target), timeout=10)
-                server.settimeout(None)
-            except OSError:
-                if self._listener is not listener:
-                    return
+            except OSError:  # the server is dead: so is this connection
+                client.close()
                 continue
+            server.settimeout(None)
             with self._lock:
                 self._sockets |= {client, server}
             for source, sink, up in ((client, server, True), (server, client, False)):

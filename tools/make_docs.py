@@ -19,6 +19,7 @@ from headrace.cli import COMMANDS, main, usage
 
 ROOT = Path(__file__).parent.parent
 DOCS, BENCH = ROOT / "docs", ROOT / "bench"
+MOST_ROWS = 16
 
 
 def help_of(command: str) -> str:
@@ -74,9 +75,16 @@ def _section(path: Path, result: dict[str, Any]) -> list[str]:
         f"{_purpose(result['benchmark'])}{quick}",
         "",
         f"{result['machine']}; {result['date']}, commit {result['commit']}; `bench/{result['benchmark']}.py`, `{source}`.",
-        *_tables(result["rows"]),
         *_targets(result.get("targets", [])),
+        *_folded(_tables(result["rows"]), len(result["rows"])),
     ]
+
+
+def _folded(lines: list[str], rows: int) -> list[str]:
+    """Long tables open on a click, on the site and on a code host alike."""
+    if rows <= MOST_ROWS:
+        return lines
+    return ["", '<details markdown="1">', f"<summary>all {rows} rows</summary>", *lines, "", "</details>"]
 
 
 def _tables(rows: list[dict[str, Any]]) -> list[str]:

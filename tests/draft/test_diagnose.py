@@ -46,7 +46,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path]:
     values: dict[str, Any] = {
         "store": world.store, "rows": world.rows, "model": str(model), "out": folder / "draft", "ttt_steps": 3,
         "tokens_per_pack": 1024, "epochs": 150, "log_every": 50, "tensorboard": False, "validate_every": 1000,
-        "shape": {"taps": [2, 3, 4], "vocab": 0}, "optim": {"learning_rate": 5e-3}, "validation_steps": 3,
+        "shape": {"taps": [2, 3, 4], "vocab": 0, "variant": "eagle3"}, "optim": {"kind": "adamw", "learning_rate": 5e-3}, "validation_steps": 3,
         "machine": {"device": "cpu"},
     }  # fmt: skip
     train(build(TrainConfig, values, "test"), quiet)

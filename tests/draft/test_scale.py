@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from headrace.store import Store
 
 from .conftest import World
 from .test_train import Killed, config, losses, quiet
+from .test_workers import free_port
 
 STOP = 3
 # Seven packs an epoch and two to an update: the fourth update of an epoch has a pack of the next.
@@ -37,15 +37,10 @@ MUON: dict[str, Any] = {"optim": {"kind": "muon", "average": 0.9, "weight_decay"
 SHARD: dict[str, Any] = {"machine": {"device": "cpu", "parallel": "shard"}}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(world: World, out: Path, stop: int = 0, **changes: Any) -> None:
     """Train to the end, or die right after the checkpoint of step ``stop``."""
     real = module._Run.checkpoint
+    changes.setdefault("optim", {"kind": "adamw"})
 
     def checkpoint(self: Any, step: int, last: bool) -> None:
         real(self, step, last)
@@ -83,7 +78,7 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(world, out / name, stop=STOP, **MUON)
     environment = {
         **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     places = [str(p) for p in (world.model, world.rows, world.store, out)]
     code = (

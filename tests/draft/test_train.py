@@ -104,7 +104,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(module._Run, "checkpoint", checkpoint)
 
 
-@pytest.mark.parametrize("optim", [{}, {"kind": "muon", "average": 0.9}])
+@pytest.mark.parametrize("optim", [{"kind": "adamw"}, {"kind": "muon", "average": 0.9}])
 def test_tr17_resuming_is_exact(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: dict[str, Any]
 ) -> None:
@@ -170,7 +170,11 @@ def test_tr14_validation_changes_nothing(world: World, tmp_path: Path) -> None:
 
 def test_tr21_the_best_by_held_out_length_is_kept(world: World, tmp_path: Path) -> None:
     """Both curves are logged, and the saved drafter is that of the best validation, not of the last step."""
-    settings = {"max_steps": 40, "validate_every": 2, "optim": {"learning_rate": 0.05, "decay": "constant"}}
+    settings = {
+        "max_steps": 40,
+        "validate_every": 2,
+        "optim": {"kind": "adamw", "learning_rate": 0.05, "decay": "constant"},
+    }
     result = train(config(world, tmp_path / "d", **settings), quiet)
     lines = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
     judged = {line["step"]: line["implied_length"] for line in lines if line["kind"] == "validation"}

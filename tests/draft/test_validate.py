@@ -169,7 +169,7 @@ def test_eight_rows_learned_by_heart(tmp_path: Path) -> None:
     values = {
         "store": world.store, "rows": world.rows, "model": str(model), "out": tmp_path / "d", "ttt_steps": 4, "tokens_per_pack": 512,
         "max_steps": 250, "log_every": 100, "validate_every": 500, "tensorboard": False, "shape": {"vocab": 0},
-        "optim": {"learning_rate": 1e-2}, "loss": {"kind": "ce"}, "validation_steps": 4, "machine": {"device": "cpu"},
+        "optim": {"kind": "adamw", "learning_rate": 1e-2}, "loss": {"kind": "ce"}, "validation_steps": 4, "machine": {"device": "cpu"},
     }  # fmt: skip
     train(build(TrainConfig, values, "test"), lambda _: None)
     drafter = load_draft(tmp_path / "d", world.target).model

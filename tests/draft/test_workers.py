@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,18 @@ from .toys import draft_ids, toy_config, toy_draft
 STEPS, PACKS = 3, 4
 
 
+def free_port() -> int:
+    """A port that nothing listens on, by asking the kernel for one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Share:
     """Every ``count``-th pack of one order, as a store's loader deals them out."""
 
     def __init__(self, workers: Workers, packs: list[Pack]) -> None:
-        self.mine = packs[workers.rank :: workers.count]
+        self.packs, self.mine = packs, packs[workers.rank :: workers.count]
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self.mine)
@@ -43,7 +51,7 @@ class Share:
         pass
 
     def per_epoch(self) -> int:
-        return len(self.mine)
+        return len(self.packs)
 
 
 class Notes:
@@ -73,7 +81,13 @@ def train_toy(workers: Workers) -> tuple[dict[str, torch.Tensor], Notes]:
     model = toy_draft(toy_config())
     teacher = Teacher(Head(torch.randn(30, 16)), draft_ids(model))
     options = TrainOptions.model_validate(
-        {"ttt_steps": 2, "packs_per_step": PACKS, "max_steps": STEPS, "log_every": 1, "optim": {"clip": 0.05}}
+        {
+            "ttt_steps": 2,
+            "packs_per_step": PACKS,
+            "max_steps": STEPS,
+            "log_every": 1,
+            "optim": {"kind": "adamw", "clip": 0.05},
+        }
     )
     machine = Machine(torch.device("cpu"), False, "eager", False)
     notes = Notes()
@@ -103,7 +117,7 @@ def test_two_and_four_workers_equal_one(tmp_path: Path) -> None:
             **os.environ,
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(29600 + count + os.getpid() % 300),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
         }
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.draft import test_workers; import pathlib; test_workers.as_worker(pathlib.Path({str(out)!r}))"

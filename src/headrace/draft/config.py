@@ -36,8 +36,8 @@ class ShapeOptions(Section):
     """Boundaries to fuse; empty: all that the store holds."""
     vocab: int = Field(default=32000, ge=0)
     """Draft vocabulary: the most frequent supervised tokens; 0, or at least the target's size: all."""
-    variant: Literal["eagle3", "eagle3.1"] = "eagle3"
-    """eagle3 feeds back the layer's output as it is; eagle3.1 norms each tap and feeds the normed output back."""
+    variant: Literal["eagle3", "eagle3.1"] = "eagle3.1"
+    """eagle3.1 norms each tap and feeds the normed output back (SGLang 0.5.14, vLLM 0.32 and newer serve it); eagle3 does neither."""
     intermediate_size: int = Field(default=0, ge=0)
     """Width of the MLP."""
     num_heads: int = Field(default=0, ge=0)

@@ -27,10 +27,10 @@ class LossOptions(Section):
 class OptimOptions(Section):
     """How the weights move."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the matrices of the layer and fc with adamw for everything else."""
+    kind: Literal["adamw", "muon"] = "muon"
+    """muon for the matrices of the layer and fc with adamw for everything else, or adamw for all."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak rate of AdamW."""
+    """Peak rate of AdamW, also for what Muon leaves to it."""
     muon_rate: float = Field(default=3e-3, gt=0)
     """Peak rate of Muon; its updates are scaled to the size of AdamW's."""
     warmup: float = Field(default=0.03, ge=0, lt=1)

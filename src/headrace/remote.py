@@ -24,9 +24,9 @@ from headrace.errors import InputError, PreflightError, StoreError
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 _USER_IS_CONTAINER = ("abfs", "abfss")  # abfs://container@account.dfs.core.windows.net/path
-PART_BYTES = 8 << 20
-"""Size of one part of an upload, and up to which an object goes up in one request. S3 takes 10,000 parts: 80 GB. A part has
-to be through within obstore's request timeout, 30 s."""
+PART_BYTES = 5 << 20
+"""Size of one part of an upload, and up to which an object goes up in one request: obstore's own. S3 takes 10,000 parts, which
+is 52 GB; a part has to be through within obstore's request timeout, 30 s."""
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------

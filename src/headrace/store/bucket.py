@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 65_536
 """Read when a shard is opened, with its size, in one request: what most tables fit in."""
-UPLOADS = 8
-"""Parts of one shard on their way at a time."""
+UPLOADS = 12
+"""Parts of one shard on their way at a time: obstore's own number."""
 
 
 class RemoteFile:

@@ -12,10 +12,10 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENGINES = {"parity", "engine_cpu", "gpu"}  # need the environments of real engines
-OWN_TESTS = {"train", "quality", "quality_quick", "common"}  # tests/draft/test_bench.py; what they share
+# train, quality: tests/draft/test_bench.py; planted: its faults are those of tests/verify; common: what all share
+OWN_TESTS = {"train", "quality", "quality_quick", "planted", "common"}
 SMALLER = {
     "scale": ["--rows", "3000"],
-    "planted": ["--seeds", "1"],
     "faults": ["--only", "answer"],
     "parity": ["--engines", "hf,sglang", "--model", "tiny Qwen3"],
 }
@@ -47,14 +47,14 @@ def test_none_is_forgotten() -> None:
     assert there == {*PLAIN, *ENGINES, *OWN_TESTS}
 
 
-PLAIN = ["store", "prepare", "scale", "planted", "faults", "s3", "scale_out"]
+PLAIN = ["store", "prepare", "scale", "faults", "s3", "scale_out"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_quick_mode(name: str, tmp_path: Path, smollm2: Path) -> None:
     result = quick(name, tmp_path)
-    if name in ("planted", "faults"):  # what these find is no matter of speed
+    if name == "faults":  # what it finds is no matter of speed
         assert all(target["ok"] for target in result["targets"])  # type: ignore[attr-defined]
 
 

@@ -220,9 +220,14 @@ def test_the_worked_example_of_the_shift() -> None:
 
 
 def test_the_worked_example_of_a_retraction() -> None:
+    text = (ROOT / "docs" / "code.md").read_text()
+    shown, answers = (
+        [tuple(map(int, span.split("–"))) for span in re.search(pattern, text)[1].split(", ")]  # type: ignore[index]
+        for pattern in (r"forwards (\d[\d–, ]+\d)\.", r"`claim` answers (\d[\d–, ]+\d):")
+    )
     coverage = importlib.import_module("headrace.sglang_plugin.coverage").Coverage(100)
-    assert [coverage.claim(*span) for span in ((0, 64), (0, 64), (64, 100))] == [[(0, 64)], [], [(64, 100)]]
-    assert coverage.complete
+    assert [coverage.claim(*span) for span in shown] == [[span] for span in answers]
+    assert coverage.complete and len(shown) == 3
 
 
 def paths_in(text: str) -> set[str]:

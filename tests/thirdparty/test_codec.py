@@ -55,6 +55,18 @@ def test_a_store_says_which_codec_it_lacks(site_folder: Path, tmp_path: Path) ->
         codec_class("byte-planes")
 
 
+def test_a_name_that_would_not_lead_back_is_refused(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "renamed-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: renamed\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[headrace.codecs]\nbetter = byteplanes_codec:BytePlanes\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="codec 'better' calls itself 'byte-planes'"):
+        codec_class("better")
+
+
 def test_plan_knows_it(site_folder: Path, tmp_path: Path, config_only: Path) -> None:
     command = ("plan", "--num-rows", 10, "--num-tokens", 1000, "--max-tokens", 200, "--model", config_only)
     command = (*command, "--out", tmp_path / "store", "--codec", "byte-planes")

@@ -9,6 +9,7 @@ from pydantic import ByteSize, ConfigDict, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from headrace.config import Section
+from headrace.draft.live_options import LiveOptions
 from headrace.draft.options import LossOptions, MachineOptions, OptimOptions, TrainOptions
 from headrace.draft.shape import DraftConfig, FcNorm, RopeConfig, RopeType
 from headrace.remote import Place
@@ -61,8 +62,8 @@ class TrainConfig(TrainOptions):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    store: CliPositionalArg[Place]
-    """Store made by `headrace extract`: a folder or a URL."""
+    store: CliPositionalArg[Place] = ""
+    """Store made by `headrace extract`: a folder or a URL. None with --from-engine."""
     rows: Place
     """The rows it was extracted from: their split says what is held out."""
     model: str
@@ -75,6 +76,10 @@ class TrainConfig(TrainOptions):
     """Also copy each finished checkpoint, the best drafter and the manifest to this URL; a run whose out is gone goes on from there."""
     start: Path | None = Field(default=None, alias="from")
     """Start from this drafter (ours, or after `headrace import-draft`) instead of new weights; its shape is kept."""
+    from_engine: str = ""
+    """Take the states straight from this engine (sglang, hf, ...) instead of a store: each pack is captured as it is needed, in every epoch anew."""
+    live: LiveOptions = LiveOptions()
+    """That engine."""
     shape: ShapeOptions = ShapeOptions()
     """The drafter's shape."""
     method: str = "eagle3"
@@ -97,6 +102,12 @@ class TrainConfig(TrainOptions):
     """Write TensorBoard curves when it is installed."""
     wandb: str = ""
     """Also log to this Weights & Biases project; off when empty. The key comes from WANDB_API_KEY or `wandb login`, never from here."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.store) == bool(self.from_engine):
+            raise ValueError("give either a store, or from_engine with the name of an engine")
+        return self
 
 
 class DiagnoseConfig(Section):

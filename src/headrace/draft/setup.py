@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from headrace.draft.trainer import Machine
 from headrace.draft.vocab import DraftVocab, choose_vocab, count_tokens
 from headrace.draft.warm import copy_layer, initialize
 from headrace.draft.workers import Workers
-from headrace.errors import ConfigError, InputError, SpecMismatchError
+from headrace.errors import ConfigError, HeadraceError, InputError, SpecMismatchError
 from headrace.remote import is_url
 from headrace.target import Target
 from headrace.types import FINAL, CaptureSpec, hash_json
@@ -40,6 +40,24 @@ def _cache(config: TrainConfig) -> Cache | None:
     return Cache(config.cache or cache_root() / "blocks", int(config.cache_bytes))
 
 
+def _states(config: TrainConfig, target: Target, rows: RowFolder) -> Store:
+    """Where states are read: a store, or an engine behind the part of a store that training uses."""
+    from headrace.store import Store
+
+    if not config.from_engine:
+        return Store.open(config.store, cache=_cache(config))
+    from headrace.draft.live import open_live
+
+    return cast(Store, open_live(config, target, rows))
+
+
+def _close(store: Store) -> None:
+    from headrace.draft.live import LiveStore
+
+    if isinstance(store, LiveStore):
+        store.close()
+
+
 @dataclass(frozen=True)
 class Data:
     """The store and which of its captures train and validate."""
@@ -55,13 +73,22 @@ class Data:
     def open(cls, config: TrainConfig, target: Target) -> Data:
         """Raises SpecMismatchError for a store of another target or other rows, InputError when a split has nothing."""
         from headrace.data.rows import RowFolder
-        from headrace.store import Store
 
-        store, rows = Store.open(config.store, cache=_cache(config)), RowFolder.open(config.rows)
-        target.require(store.spec, f"store {config.store}")
+        rows = RowFolder.open(config.rows)
+        store = _states(config, target, rows)
+        try:
+            return cls._checked(config, target, store, rows)
+        except HeadraceError:
+            _close(store)
+            raise
+
+    @classmethod
+    def _checked(cls, config: TrainConfig, target: Target, store: Store, rows: RowFolder) -> Data:
+        where = f"store {config.store}" if config.store else store.name
+        target.require(store.spec, where)
         if FINAL not in store.spec.taps:
             raise SpecMismatchError(
-                f"store {config.store} has no final state, so there is nothing to learn from; extract with taps that end in final"
+                f"{where} has no final state, so there is nothing to learn from; extract with taps that end in final"
             )
         here = set(store.keys())
         splits = {
@@ -70,12 +97,12 @@ class Data:
         missing = len(rows) - sum(map(len, splits.values()))
         if not splits["train"] and len(rows):
             raise SpecMismatchError(
-                f"none of the {len(rows)} rows of {config.rows} is in store {config.store}; give the rows it was extracted from"
+                f"none of the {len(rows)} rows of {config.rows} is in {where}; give the rows it was extracted from"
             )
         for split, keys in splits.items():
             if not keys:
                 raise InputError(
-                    f"the {split} split of {config.rows} has no row in store {config.store}; prepare with a validation share, and extract all rows"
+                    f"the {split} split of {config.rows} has no row in {where}; prepare with a validation share, and extract all rows"
                 )
         lengths = store.lengths_of(splits["train"])
         facts = {
@@ -88,6 +115,10 @@ class Data:
             "provenance": store.provenance,
         }
         return cls(store, rows, splits["train"], splits["validation"], facts)
+
+    def close(self) -> None:
+        """Let the engine go that the states come from, if they do; idempotent."""
+        _close(self.store)
 
 
 @dataclass(frozen=True)
@@ -191,6 +222,11 @@ def _keep_embedding_frozen(model: Eagle3Draft, vocab: DraftVocab) -> DraftVocab:
     return vocab
 
 
+def readers(config: TrainConfig) -> int:
+    """Threads that read: with an engine each waits for one capture, so there are as many as shall be in flight."""
+    return config.live.in_flight if config.from_engine else config.threads
+
+
 def train_packs(
     config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine, workers: Workers
 ) -> StorePacks:
@@ -208,7 +244,7 @@ def train_packs(
         "epochs": None,
         "rank": workers.rank,
         "workers": workers.count,
-        "threads": config.threads,
+        "threads": readers(config),
     }
     return StorePacks(data.store, data.train, taps, placing, loader)
 
@@ -231,6 +267,6 @@ def validation_packs(
         "shuffle": False,
         "rank": workers.rank,
         "workers": workers.count,
-        "threads": config.threads,
+        "threads": readers(config),
     }
     return StorePacks(data.store, data.validation[: max(1, count)], taps, placing, loader)

@@ -49,6 +49,8 @@ _FREE = frozenset(
         "tensorboard",
         "log_every",
         "store",
+        "from_engine",
+        "live",
         "rows",
         "model",
         "cache",
@@ -70,11 +72,22 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
     """
     if config.method != OWN_METHOD:
         return _train_added(config, say)
-    started = time.monotonic()
     require_wandb(config.wandb)
     workers = join(config.machine)
     target = Target.open(config.model, config.revision)
+    if config.from_engine and workers.count > 1:
+        raise ConfigError("--from-engine feeds one training process; extract first to train with several")
     data = Data.open(config, target)
+    try:
+        return _train_own(config, data, target, workers, say)
+    finally:
+        data.close()
+
+
+def _train_own(
+    config: TrainConfig, data: Data, target: Target, workers: Workers, say: Say
+) -> dict[str, Any]:
+    started = time.monotonic()
     identity = _identity(config, data)
     mirror = Mirror(config.mirror, config.out, say) if config.mirror and workers.first else None
     if mirror is not None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import numpy as np
 import obstore
 import torch
 
-from common import Bench, Timing, interleaved, main
+from common import Bench, interleaved, main
 from headrace.remote import open_bucket
 from headrace.store import Store, StoreWriter
 from headrace.store.arrays import bits_of
@@ -137,18 +140,30 @@ def read_rates(bench: Bench, server: S3Server, captures: Captures, folder: Path)
 
 
 def report(bench: Bench, what: str, contestants: dict[str, Callable[[], Any]], nbytes: int) -> None:
-    """Rows of all, targets of all but the first, which is obstore alone."""
-    timings: dict[str, Timing] = interleaved(contestants, repeats=5 if bench.quick else 9)
-    base = next(iter(timings.values())).median
+    """Rows of all, targets of all but the first, which is obstore alone. Ratios are taken turn by turn, and their median told:
+    what slows the machine for a while slows both sides of most of them."""
+    cpu = dict.fromkeys(contestants, 0.0)
+
+    def counted(name: str) -> None:
+        began = time.process_time()
+        contestants[name]()
+        cpu[name] += time.process_time() - began
+
+    repeats = 7 if bench.quick else 15
+    timings = interleaved({name: partial(counted, name) for name in contestants}, repeats)
+    alone, *ours = contestants
     for name, timing in timings.items():
-        ratio = base / timing.median
+        turns = zip(timings[alone].seconds, timing.seconds, strict=True)
+        ratio = statistics.median(theirs / mine for theirs, mine in turns)
+        rate = nbytes / 1e6 / timing.median
         bench.row(
             what=what,
             how=name,
-            **{"MB": nbytes / 1e6, "MB/s": nbytes / 1e6 / timing.median, "spread": timing.spread},
-            **{"against obstore": ratio},
+            MB=nbytes / 1e6,
+            **{"MB/s": rate, "spread": timing.spread, "against obstore": ratio},
+            **{"client ms CPU/MB": 1e3 * cpu[name] / (repeats + 1) / (nbytes / 1e6)},
         )
-        if timing is not next(iter(timings.values())):
+        if name in ours:
             bench.target(f"{what}: {name} / obstore alone", ratio, 0.9, ratio >= 0.9)
 
 

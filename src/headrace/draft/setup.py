@@ -52,10 +52,9 @@ def _states(config: TrainConfig, target: Target, rows: RowFolder) -> Store:
 
 
 def _close(store: Store) -> None:
-    from headrace.draft.live import LiveStore
-
-    if isinstance(store, LiveStore):
-        store.close()
+    close = getattr(store, "close", None)  # a LiveStore has one
+    if close is not None:
+        close()
 
 
 @dataclass(frozen=True)

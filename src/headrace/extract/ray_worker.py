@@ -10,8 +10,10 @@ import contextlib
 import os
 import socket
 import threading
+import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,7 @@ from headrace.target import Target
 from headrace.types import CaptureSpec, Failure, Row
 
 NEVER = 1 << 60
+LOOK_SECONDS = 0.02
 REPORT_SECONDS = 0.1
 """Between two reports, at least: what came together travels together."""
 
@@ -228,13 +231,16 @@ class RemoteWorker:
             self.pipeline.seal_soon()
         if order.stop:
             self._portions.close()
-        with self._lock:
-            self._lock.wait_for(lambda: self._ended, timeout=REPORT_SECONDS)
-            self._lock.wait_for(
-                lambda: self._ended or self._has_news() or bool(back),
-                timeout=order.wait - REPORT_SECONDS,
-            )
+        self._wait(REPORT_SECONDS, lambda: self._ended)
+        self._wait(order.wait - REPORT_SECONDS, lambda: self._ended or self._has_news() or bool(back))
         return self._report([row.key for row in back])
+
+    def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
+        """Wait until ``over``. It is looked at now and then too: the end of a thread or of a seal wakes nobody."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            while not over() and (left := until - time.monotonic()) > 0:
+                self._lock.wait(min(left, LOOK_SECONDS))
 
     @property
     def _ended(self) -> bool:

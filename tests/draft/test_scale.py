@@ -95,9 +95,9 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def validations(out: Path) -> list[dict[str, Any]]:
+def lines_of(out: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "validation"]
+    return [line for line in lines if line["kind"] == kind]
 
 
 @pytest.mark.slow
@@ -114,12 +114,19 @@ def validations(out: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_the_same_run_whoever_does_it(runs: Path, name: str, reference: str) -> None:
-    """Losses of every update to 1e-5 in float32, the same counts of every validation, and the same drafter kept."""
+    """Losses of every update to 1e-5 in float32, gradient norms, the same counts of every validation, the same drafter kept."""
     ours, theirs = losses(runs / name), losses(runs / reference)
     assert [x[:2] for x in ours] == [x[:2] for x in theirs] and len(ours) >= 9
     for one, two in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one[2], two[2], rtol=1e-5, atol=1e-5, err_msg=f"{one[:2]}")
-    for one_line, two_line in zip(validations(runs / name), validations(runs / reference), strict=True):
+    # Neither AdamW nor Muon sees the size of a gradient, so losses alone would not tell a sum from a mean.
+    norms, expected = (
+        [line["gradient_norm"] for line in lines_of(runs / n, "train")] for n in (name, reference)
+    )
+    np.testing.assert_allclose(norms, expected, rtol=1e-3)
+    for one_line, two_line in zip(
+        lines_of(runs / name, "validation"), lines_of(runs / reference, "validation"), strict=True
+    ):
         for key in ("accuracy", "accuracy_in_vocab", "simulated_length", "simulated_rounds", "labels"):
             assert one_line[key] == two_line[key], key
     one_weights, two_weights = (load_file(runs / n / "model.safetensors") for n in (name, reference))

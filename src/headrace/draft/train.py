@@ -84,9 +84,7 @@ def train(config: TrainConfig, say: Say) -> dict[str, Any]:
         data.close()
 
 
-def _train_own(
-    config: TrainConfig, data: Data, target: Target, workers: Workers, say: Say
-) -> dict[str, Any]:
+def _train_own(config: TrainConfig, data: Data, target: Target, workers: Workers, say: Say) -> dict[str, Any]:
     started = time.monotonic()
     identity = _identity(config, data)
     mirror = Mirror(config.mirror, config.out, say) if config.mirror and workers.first else None

@@ -12,94 +12,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from headrace.engines.base import Check, EngineInfo
-from headrace.errors import HeadraceError, PreflightError, SpecMismatchError
+from headrace.errors import HeadraceError
 from headrace.extract.admission import Budget
-from headrace.extract.crew import CLOSE_SECONDS, Crew, LostError, Member
+from headrace.extract.crew import CLOSE_SECONDS, LostError, Member
+from headrace.extract.crew_engine import CrewEngine
 from headrace.extract.disk import DiskGuard
 from headrace.extract.leases import Leases
 from headrace.extract.progress import Progress
-from headrace.extract.ray_worker import Order, Ready, Report
+from headrace.extract.ray_worker import Order, Report
 from headrace.extract.stages import Flight, Limits, Notes, Verifier
-from headrace.types import CaptureSpec, Failure, Row
+from headrace.types import Failure, Row
 
 TICK = 0.1
+LEAD_SECONDS = 0.5
+"""Rows are handed out so far ahead of the engine's own wishes, by the rate of late."""
 LATE = 4.0
 """A row counts as late when it takes so many times longer than rows do, and a worker is idle."""
 LATE_SECONDS = 2.0
 MOMENT = 1.0
 """How long a worker is waited for at the end whose engine still works on rows that nobody needs any more."""
 UNLIMITED = 1 << 62
-
-
-class CrewEngine:
-    """All workers' engines as one: what the first of them says of itself, and every other must say too."""
-
-    def __init__(
-        self, crew: Crew, spec: CaptureSpec, *, any_settings: bool = False, skip_preflight: bool = False
-    ) -> None:
-        self.crew, self.spec = crew, spec
-        self.any_settings, self.skip_preflight = any_settings, skip_preflight
-        self.first: Ready | None = None
-        crew.on_ready = self.accept
-
-    def accept(self, member: Member) -> None:
-        """Take ``member`` in. Raises SpecMismatchError when its engine is another one than the first's, PreflightError when it is not fit."""
-        assert member.ready is not None
-        if self.first is None:
-            self.first = member.ready
-            return
-        failing = [check for check in member.ready.checks if not check.ok]
-        if failing and not self.skip_preflight:
-            raise PreflightError(
-                f"{failing[0].name} on {member.ready.host}: {failing[0].value}. {failing[0].mend}"
-            )
-        mine, theirs = self.first.info, member.ready.info
-        settings = () if self.any_settings else (mine.settings, theirs.settings)
-        if (mine.name, mine.version, settings[:1]) != (theirs.name, theirs.version, settings[1:]):
-            differ = [
-                k
-                for k in {*mine.settings, *theirs.settings}
-                if mine.settings.get(k) != theirs.settings.get(k)
-            ]
-            raise SpecMismatchError(
-                f"the engine on {member.ready.host} is {theirs.name} {theirs.version}, on {self.first.host} {mine.name} {mine.version}"
-                + (f"; settings differ: {', '.join(sorted(differ))}" if differ else "")
-                + ". Give all workers the same engine (states of two engines never share a store)"
-            )
-
-    def open(self) -> None:
-        """Wait for the first worker. Raises the error that leaves no hope of one."""
-        while self.first is None:
-            self.crew.wait(TICK)
-
-    @property
-    def info(self) -> EngineInfo:
-        """Of the first worker's engine."""
-        assert self.first is not None
-        return self.first.info
-
-    @property
-    def want(self) -> int:
-        """Tokens that a worker holds."""
-        assert self.first is not None
-        return self.first.want
-
-    def preflight(self) -> list[Check]:
-        """Of the first worker's engine."""
-        assert self.first is not None
-        return self.first.checks
-
-    def gauges(self) -> dict[str, float]:
-        """Sums over the workers."""
-        total: Counter[str] = Counter()
-        for member in self.crew.ready:
-            total.update(member.report.gauges)
-        return dict(total)
-
-    def close(self) -> None:
-        """Let all workers go; idempotent."""
-        self.crew.close()
 
 
 class RayPipeline:
@@ -133,6 +65,9 @@ class RayPipeline:
         """The row that is out alone, because a worker died twice while it had it."""
         self._round = 1
         self._paused = ""
+        self._rates: dict[int, float] = {}
+        """Tokens a second that each worker answers, lately."""
+        self._heard: dict[int, float] = {}
         self._idle: dict[int, Member] = {}
         """Workers whose last call has ended, waiting for an order."""
 
@@ -225,7 +160,9 @@ class RayPipeline:
 
     def _rows_for(self, member: Member) -> list[Row]:
         number = member.number
-        room = min(self.engine.want, self._share()) - self.leases.out_tokens(number)
+        # What its engine wants, and what it gets through until it is heard of again.
+        wanted = self.engine.want + int(LEAD_SECONDS * self._rates.get(number, 0.0))
+        room = min(wanted, self._share()) - self.leases.out_tokens(number)
         if self._on_trial is not None:
             return []
         if self.leases.dry:
@@ -238,12 +175,10 @@ class RayPipeline:
         return rows or self._late_rows(number, room, patience=self.lease_seconds)
 
     def _share(self) -> int:
-        """Tokens a worker may hold: near the end, a part of what is left, so that all end together."""
-        return (
-            max(1, self.leases.left // max(1, 2 * len(self.crew.ready)))
-            if not self.leases.dry
-            else self.engine.want
-        )
+        """Tokens a worker may hold: near the end, its part of what is left, so that all end together."""
+        if self.leases.dry:
+            return self.engine.want
+        return max(1, self.leases.left // max(1, len(self.crew.ready)))
 
     def _late_rows(self, number: int, room: int, patience: float | None = None) -> list[Row]:
         """Rows that others have had for too long: for anyone after the lease's end, sooner for a worker with nothing to do."""
@@ -271,8 +206,10 @@ class RayPipeline:
         number = member.number
         for key in report.returned:
             self._came_back(self.leases.returned(number, key))
+        before = self.leases.out_tokens(number)
         for key, raw_bytes in report.written:
             self._written(number, key, raw_bytes)
+        self._measure(number, before - self.leases.out_tokens(number))
         for failure in report.failed:
             self._failed(number, failure)
         for key in report.sealed:
@@ -285,6 +222,13 @@ class RayPipeline:
             self._note(kind, worker=number, **fields)
         if not report.ended:
             self._idle[number] = member
+
+    def _measure(self, number: int, tokens: int) -> None:
+        now = time.monotonic()
+        if number in self._heard and tokens:
+            rate = tokens / max(1e-3, now - self._heard[number])
+            self._rates[number] = 0.5 * (self._rates.get(number, rate) + rate)
+        self._heard[number] = now
 
     def _came_back(self, tokens: int) -> None:
         if tokens:

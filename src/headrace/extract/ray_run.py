@@ -11,11 +11,12 @@ from headrace.errors import ConfigError, PreflightError
 from headrace.extract import checks
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import CLOSE_SECONDS, Cluster, Crew
+from headrace.extract.crew_engine import CrewEngine
 from headrace.extract.disk import DiskGuard
 from headrace.extract.parts import limits_of
 from headrace.extract.progress import Progress
 from headrace.extract.ray_cluster import RayCluster
-from headrace.extract.ray_pipeline import CrewEngine, RayPipeline
+from headrace.extract.ray_pipeline import RayPipeline
 from headrace.extract.ray_worker import Setup
 from headrace.extract.stream import Stream, StreamSetup, StreamWorker
 from headrace.remote import absolute

@@ -39,7 +39,8 @@ from headrace.target import Target
 from headrace.types import Row
 
 if TYPE_CHECKING:
-    from headrace.extract.ray_pipeline import CrewEngine, RayPipeline
+    from headrace.extract.crew_engine import CrewEngine
+    from headrace.extract.ray_pipeline import RayPipeline
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]

@@ -21,12 +21,12 @@ import torch
 from headrace.errors import CaptureError, HeadraceError, Interrupted
 from headrace.extract.checks import engine_provenance
 from headrace.extract.crew import CLOSE_SECONDS, LostError, Member
+from headrace.extract.crew_engine import CrewEngine
 from headrace.extract.disk import DiskGuard
 from headrace.extract.leases import Leases
 from headrace.extract.parts import limits_of, make_writer
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Progress
-from headrace.extract.ray_pipeline import CrewEngine
 from headrace.extract.ray_worker import NEVER, Order, RemoteWorker, Report, Setup
 from headrace.extract.worker import Worker
 from headrace.store import StoreWriter

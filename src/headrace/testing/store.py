@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.engines.fake import fingerprint
@@ -280,6 +280,10 @@ def decode(codec: Codec, payload: memoryview, scales: Array | None, shape: tuple
     return out
 
 
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no fault of a codec."""
+
+
 class CodecTests:
     """What every codec must do. Say which, and for which dtypes."""
 
@@ -289,6 +293,7 @@ class CodecTests:
     # The hypothesis tests are functions inside methods: hypothesis refuses one test that several subclasses inherit.
 
     def test_round_trip(self) -> None:
+        @_PATIENT
         @given(st.data())
         def check(data: st.DataObject) -> None:
             codec = self.codec(data.draw(st.sampled_from(self.dtypes)))
@@ -303,6 +308,7 @@ class CodecTests:
         check()
 
     def test_what_is_not_a_payload_is_refused(self) -> None:
+        @_PATIENT
         @given(st.data())
         def check(data: st.DataObject) -> None:
             codec = self.codec(data.draw(st.sampled_from(self.dtypes)))

@@ -330,7 +330,7 @@ def test_tree_mask_equals_chains() -> None:
 
 def test_xp06_positions_beyond_those_trained_are_like_any() -> None:
     """Rotary positions are relative: a chain far beyond ``max_positions`` and the trained length proposes what it does at 0."""
-    model = toy_draft(toy_config(max_positions=64), dtype=torch.float64).eval()
+    model = toy_draft(toy_config(max_positions=64), dtype=torch.float64).requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 30, (1, 12), generator=generator)
     states = torch.randn(1, 12, 16, generator=generator, dtype=torch.float64)
@@ -339,4 +339,11 @@ def test_xp06_positions_beyond_those_trained_are_like_any() -> None:
         model.step(ids, states, slots + shift, DraftCache.allocate(model, 1, 12), slots=slots)
         for shift in (0, 5000)
     ]
-    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    # Angles are float32, as in the engines: near position 5000 they are good to about 3e-4.
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+    clamped = model.step(
+        ids, states, (slots + 5000).clamp(max=63), DraftCache.allocate(model, 1, 12), slots=slots
+    )
+    assert float((clamped - outputs[0]).abs().max()) > 1e-2, (
+        "the comparison would notice positions that stop growing"
+    )

@@ -57,6 +57,16 @@ def test_hosts_multiply_until_the_bucket_is_full() -> None:
     assert planned(1, {"pcie_gb": 0.1}).first == "PCIe"
 
 
+def test_engines_multiply_what_is_theirs_and_hosts_what_is_a_hosts() -> None:
+    """Eight engines on one host: eight GPUs copy and sixteen cores encode, but one interface sends."""
+    limits = {x.resource: x.tokens_per_second for x in planned(1, {"gpus_per_engine": 1}).limits}
+    assert limits["PCIe"] == pytest.approx(8 * 55e9 / 57_344)
+    assert limits["staging memory"] == pytest.approx(8 * 9.6e9 / 57_344)
+    assert limits["encoding"] == pytest.approx(16 * 1.5e9 / 57_344)
+    assert limits["network"] == pytest.approx(3.1e9 / (57_344 * 0.683))
+    assert limits["object store, a host"] == pytest.approx(1.5e9 / (57_344 * 0.683))
+
+
 def test_ten_times_the_tokens_take_ten_times_all() -> None:
     once, ten = planned(8), planned(8, num_tokens=878_000_000)
     for name in ("bytes_raw", "hours", "cost_gpus", "cost_storage_month", "cost_requests"):

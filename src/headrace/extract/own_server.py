@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 
 from headrace.config import build
 from headrace.engines.config import ServeConfig
@@ -24,6 +26,8 @@ from headrace.target import Target
 
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
+STAGING = Path("/dev/shm")
+NAME = "headrace-worker-"
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -39,7 +43,7 @@ class OwnServer:
             "taps": config.taps,
             "dtype": config.dtype,
             "port": port,
-            "staging": f"/dev/shm/headrace-{os.getpid()}",
+            "staging": str(STAGING / f"{NAME}{os.getpid()}"),
             **config.serve,
         }
         if fixed := {"model", "taps", "port", "host"} & config.serve.keys():
@@ -52,10 +56,12 @@ class OwnServer:
         self.launch = build_launch(build(ServeConfig, own, "serve"), target)
         self.url = f"http://127.0.0.1:{port}"
         self.log = Path(tempfile.gettempdir()) / f"headrace-server-{os.getpid()}.log"
+        self._staging = None if "staging" in config.serve else STAGING / f"{NAME}{os.getpid()}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
         """Start it and wait until it is healthy; its URL. Raises EngineUnavailableError with the end of its log."""
+        _sweep()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.launch.command,
@@ -96,6 +102,17 @@ class OwnServer:
         with contextlib.suppress(ProcessLookupError):  # what is left of its session, its schedulers among it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        self.log.unlink(missing_ok=True)
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Free the memory in which servers of workers that were killed had staged captures."""
+    for folder in STAGING.glob(f"{NAME}*"):
+        pid = folder.name.removeprefix(NAME)
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _die_with_parent() -> None:

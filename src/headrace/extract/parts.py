@@ -33,7 +33,7 @@ def make_writer(
         options=WriterOptions(
             shard_bytes=int(config.shard_bytes),
             shard_seconds=60 * config.seal_minutes,
-            queue_bytes=min(256 << 20, 2 * int(config.shard_bytes)),
+            queue_bytes=_queue_bytes(config),
             allow_zeros=True,
             trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
         ),
@@ -43,7 +43,6 @@ def make_writer(
 def make_guard(
     config: ExtractConfig,
     spec: CaptureSpec,
-    writer: StoreWriter,
     budget: Budget,
     progress: Progress,
     *,
@@ -53,7 +52,7 @@ def make_guard(
     """A guard that knows what is on its way to the disk: never more than ``tokens`` in all; ``share`` writers do the same there."""
     per_token = spec.bytes_per_token
     before = progress.bytes_raw
-    waiting = 2 * int(config.shard_bytes) + writer.options.queue_bytes
+    waiting = 2 * int(config.shard_bytes) + _queue_bytes(config)
 
     def on_its_way() -> int:
         """Bytes that may still go to disk without another row being admitted; never more than the run has left."""
@@ -66,6 +65,11 @@ def make_guard(
     local = not is_url(config.place)
     disk = Path(config.place) if local else config.out
     return DiskGuard(disk, int(config.min_free), on_its_way, holds_states=local)
+
+
+def _queue_bytes(config: ExtractConfig) -> int:
+    """States that wait for an encoder at most."""
+    return min(256 << 20, 2 * int(config.shard_bytes))
 
 
 def limits_of(config: ExtractConfig, **changes: Any) -> Limits:

@@ -170,9 +170,7 @@ class RemoteWorker:
         self._stack.callback(writer.close)
         progress = Progress(rows=0, tokens=NEVER)
         # Every writer sees the same free space, and each of them has as much on its way there.
-        guard = make_guard(
-            self.config, self.spec, writer, self._budget, progress, share=lambda: self._writers
-        )
+        guard = make_guard(self.config, self.spec, self._budget, progress, share=lambda: self._writers)
         limits = limits_of(self.config, tries=1, failures_in_a_row=NEVER, failed_share=1.0)
         self.pipeline = Pipeline(
             self.engine,

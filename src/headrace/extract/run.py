@@ -202,7 +202,7 @@ class Extraction:
             return make_ray_pipeline(self.config, self.engine, progress, selection.tokens)
         writer = make_writer(self.config, self.spec, self.codec, self.engine)
         self.stack.callback(lambda: None if pipeline.aborted else writer.close())
-        guard = make_guard(self.config, self.spec, writer, budget, progress, tokens=selection.tokens)
+        guard = make_guard(self.config, self.spec, budget, progress, tokens=selection.tokens)
         pipeline = Pipeline(
             self.engine, writer, budget=budget, guard=guard, progress=progress, limits=limits_of(self.config)
         )

@@ -1,7 +1,7 @@
 """Runs every test: the engine environments are built in the background while the tests that need none run in parallel.
 
-Two pytest runs, because the real engines take both cores and much memory: first everything else with two workers, then the
-engine tests one at a time. A test that fails is run once more, alone, and only then counts: some of them race real servers,
+Two pytest runs of two workers each, because the real engines take much memory: first everything else, then the engine tests, a
+module and with it a server on either worker. A test that fails is run once more, alone, and only then counts: some of them race real servers,
 kills and clocks on machines that do other things too. What needed the second try is printed.
 """
 
@@ -30,7 +30,7 @@ def main() -> int:
         print("an engine environment could not be built; see its log above", flush=True)
         return 1
     print(f"--- engine environments ready after {time.monotonic() - start:.0f} s", flush=True)
-    codes.append(tried_twice("-m", ENGINES))
+    codes.append(tried_twice("-n", "2", "--dist", "loadfile", "-m", ENGINES))
     print(f"--- all tests: {time.monotonic() - start:.0f} s", flush=True)
     return next((code for code in codes if code), 0)
 

@@ -14,6 +14,8 @@ from headrace.data.reasons import Drop
 from headrace.testing.conversations import Bench, assistant, user
 from headrace.testing.templates import STYLES, styled
 
+pytestmark = pytest.mark.slow
+
 FRAGMENTS = [
     "a",
     " the",

@@ -21,6 +21,8 @@ from headrace.data.readers import Chunk
 from headrace.errors import HeadraceError
 from headrace.testing.conversations import assistant, toy_converter, user
 
+pytestmark = pytest.mark.slow
+
 
 def chunk(number: int, size: int = 5) -> Chunk:
     lines = list(range(number * size + 1, (number + 1) * size + 1))
@@ -97,7 +99,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 
 
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, config_only: Path) -> None:
     rng = np.random.default_rng(0)
     peaks = []

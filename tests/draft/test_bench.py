@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "quality"])
 def test_quick_mode(name: str, tmp_path: Path, smollm2: Path) -> None:
     file = tmp_path / "result.json"

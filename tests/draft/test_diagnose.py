@@ -25,6 +25,8 @@ from headrace.types import Row
 
 from .conftest import World, capture_into, write_rows
 
+pytestmark = pytest.mark.slow
+
 TAPS = (1, 2, 3, 4, 5, "final")
 
 

@@ -27,6 +27,8 @@ from headrace.types import Capture, CaptureSpec, Failure, Row
 from ..extract.crew_of_threads import ThreadCluster
 from .conftest import World
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world32(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
@@ -204,7 +206,6 @@ def test_one_source_of_states(world32: World, tmp_path: Path) -> None:
         config(world32, tmp_path / "out", store=world32.store, from_engine="hf")
 
 
-@pytest.mark.slow
 def test_the_curve_over_the_real_ray(world32: World, tmp_path: Path) -> None:
     """States through Ray's object store, a cluster started by the run itself."""
     pytest.importorskip("ray")

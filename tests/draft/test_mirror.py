@@ -26,6 +26,8 @@ from headrace.testing.s3 import S3Server
 from .conftest import World
 from .test_train import config, losses, quiet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
@@ -43,7 +45,6 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.slow
 def test_training_from_a_bucket_with_a_copy_in_one(
     world: World, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +76,6 @@ def test_training_from_a_bucket_with_a_copy_in_one(
     assert any("finished; nothing to do" in line for line in said)
 
 
-@pytest.mark.slow
 def test_a_lost_machine_goes_on_from_the_copy(
     world: World, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

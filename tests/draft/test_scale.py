@@ -24,6 +24,8 @@ from .conftest import World
 from .test_train import Killed, config, losses, quiet
 from .test_workers import free_port
 
+pytestmark = pytest.mark.slow
+
 STOP = 3
 # Seven packs an epoch and two to an update: the fourth update of an epoch has a pack of the next.
 COMMON: dict[str, Any] = {
@@ -100,7 +102,6 @@ def lines_of(out: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
@@ -135,7 +136,6 @@ def test_the_same_run_whoever_does_it(runs: Path, name: str, reference: str) -> 
         torch.testing.assert_close(tensor, two_weights[key], rtol=1e-3, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")  # fmt: skip
 
 
-@pytest.mark.slow
 def test_checkpoints_are_alike_whoever_wrote_them(runs: Path) -> None:
     """Whole tensors under the same names and shapes: nothing in them tells how many workers there were."""
     whole, sharded = (
@@ -196,7 +196,6 @@ def test_workers_that_see_different_checkpoints_are_told(
         train(config(world, tmp_path / "d", max_steps=1), quiet)
 
 
-@pytest.mark.slow
 def test_torchrun_starts_it(world: World, tmp_path: Path) -> None:
     """The launcher, the module and the options as documented: two workers, one answer, one finished run."""
     command = [

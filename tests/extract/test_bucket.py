@@ -23,6 +23,8 @@ from headrace.store import Store
 from headrace.testing.extraction import compare_store, make_rows, write_rows
 from headrace.testing.s3 import KEY, SECRET, S3Server
 
+pytestmark = pytest.mark.slow
+
 ROWS = make_rows(120)
 
 

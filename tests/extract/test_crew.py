@@ -25,6 +25,8 @@ from headrace.types import Capture, CaptureSpec, Failure, Row
 
 from .crew_of_threads import MakeEngine, ThreadCluster
 
+pytestmark = pytest.mark.slow
+
 ROWS = make_rows(400)
 TOKENS = sum(map(len, ROWS))
 
@@ -99,7 +101,6 @@ def test_a_second_run_has_nothing_to_do(ground: Ground) -> None:
     assert again["skipped_by_reason"] == {"already_stored": len(ROWS)} and again["tokens"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_workers_and_hosts_that_die_cost_what_they_had_not_sealed(ground: Ground, seed: int) -> None:
     rng = random.Random(seed)
@@ -152,7 +153,6 @@ def test_rows_of_a_hung_worker_go_to_the_others(ground: Ground) -> None:
     assert ground.events("lease_copied")
 
 
-@pytest.mark.slow
 def test_a_slow_worker_gives_back_what_it_has_not_begun(ground: Ground) -> None:
     def make(spec: CaptureSpec, number: int) -> FingerprintEngine:
         return engine(spec, rate=300 if number == 0 else 10 * TOKENS)
@@ -164,7 +164,6 @@ def test_a_slow_worker_gives_back_what_it_has_not_begun(ground: Ground) -> None:
     )  # far from what the slow one would have needed for a fair half
 
 
-@pytest.mark.slow
 def test_failures_are_tried_again_in_rounds_and_set_aside(ground: Ground) -> None:
     once, never = ROWS[5].key, ROWS[11].key
     spoil = first_try_script({once: "nan"})
@@ -182,7 +181,6 @@ def test_failures_are_tried_again_in_rounds_and_set_aside(ground: Ground) -> Non
     assert ground.events("set_aside")[0]["tries"] == 3
 
 
-@pytest.mark.slow
 def test_a_row_that_kills_its_worker_is_found_and_set_aside(ground: Ground) -> None:
     """Innocent neighbours are stored; the culprit is known because it kills alone."""
     bad = ROWS[40].key

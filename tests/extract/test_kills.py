@@ -31,6 +31,8 @@ from headrace.testing.extraction import (
 from headrace.testing.faults import FaultyEngine
 from headrace.types import CaptureSpec, Row
 
+pytestmark = pytest.mark.slow
+
 ROWS = make_rows(2500)
 TOKENS = sum(map(len, ROWS))
 
@@ -73,7 +75,6 @@ def assert_finished(config: ExtractConfig, rows: list[Row] = ROWS) -> None:
     assert end["outcome"] == "finished"
 
 
-@pytest.mark.slow
 def test_killed_at_random_points(config: ExtractConfig) -> None:
     rng = random.Random(11)
     killed = 0

@@ -23,6 +23,8 @@ from headrace.testing.extraction import compare_store, make_rows, write_rows
 from headrace.testing.faults import FaultyEngine
 from headrace.types import CaptureSpec, Row
 
+pytestmark = pytest.mark.slow
+
 
 def quiet(text: str) -> None:
     """Nobody listens."""

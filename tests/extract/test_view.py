@@ -13,6 +13,8 @@ import pytest
 
 from headrace.testing.extraction import make_rows, write_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, config_only: Path) -> list[str]:

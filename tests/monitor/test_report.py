@@ -26,6 +26,8 @@ from headrace.types import Failure
 
 from .conftest import POISON, ROWS, TOKENS, MakeConfig
 
+pytestmark = pytest.mark.slow
+
 
 class Balance(HTMLParser):
     """Every tag that opens closes, in order; what the file would load is kept."""

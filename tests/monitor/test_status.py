@@ -19,6 +19,8 @@ from headrace.monitor.status import read_status
 
 from .conftest import POISON, ROWS, TOKENS
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_finished_run(finished: Path) -> None:
     status = read_status(finished)

@@ -25,6 +25,8 @@ from headrace.testing.engine import EngineTests, Reference, mixed_rows
 from headrace.testing.loopback import LoopbackServer
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def target(config_only: Path) -> Target:

@@ -32,6 +32,8 @@ from headrace.testing.s3 import KEY, SECRET, S3Server
 from headrace.testing.store import StoreTests, make_row, make_spec, make_states, same_bits, write_store
 from headrace.types import Row
 
+pytestmark = pytest.mark.slow
+
 SPEC = make_spec()
 ROWS = [make_row(seed, 30 + 7 * seed) for seed in range(12)]
 SHORT = {
@@ -175,7 +177,6 @@ def run_writer(place: str, first: int, last: int, end: str) -> subprocess.Popen[
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_two_writers_at_once_and_one_that_is_killed(url: str) -> None:
     killed = run_writer(url, 0, 5, "kill")
     done, errors = killed.communicate(timeout=120)

@@ -23,6 +23,8 @@ from headrace.store.folder import Folder
 from headrace.testing.s3 import S3Server
 from headrace.testing.store import StoreTests, make_row, make_spec, make_states, same_bits
 
+pytestmark = pytest.mark.slow
+
 SPEC = make_spec()
 ROWS = [make_row(seed, 16_000) for seed in range(12)]  # 2 MB of raw states each
 LIMIT = 16 * BLOCK_BYTES
@@ -148,7 +150,6 @@ for seed in [*range(12), *range(6)]:
 """
 
 
-@pytest.mark.slow
 def test_processes_share_it(server: S3Server, tmp_path: Path) -> None:
     """Different orders over a cache too small for all: they fetch, use and drop each other's blocks."""
     folder = tmp_path / "c"

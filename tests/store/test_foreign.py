@@ -23,6 +23,8 @@ from headrace.target import Target
 from headrace.testing.store import make_row, make_states, same_bits, write_store
 from headrace.types import CaptureSpec, Row
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ("four-pt", "specforge", "speculators", "modelopt")
 ROWS = [make_row(seed, 5 * seed + 1) for seed in range(12)]
 

@@ -28,6 +28,8 @@ from headrace.store.shard import Shard
 from headrace.testing.store import flip_bit, make_spec, make_states, rows, same_bits, shard_files
 from headrace.types import Row
 
+pytestmark = pytest.mark.slow
+
 SPEC = make_spec(hidden_size=9, taps=(2, "final"))
 OPTIONS = WriterOptions(shard_captures=3, workers=1)
 

@@ -24,6 +24,8 @@ from headrace.testing.store import (
 from .byteplanes_codec import BytePlanes
 from .conftest import headrace, installed
 
+pytestmark = pytest.mark.slow
+
 
 class TestBytePlanes(CodecTests):
     codec = BytePlanes

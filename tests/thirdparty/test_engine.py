@@ -17,6 +17,8 @@ from headrace.testing.engine import EngineTests, Reference, mixed_rows, row_erro
 
 from .conftest import headrace
 
+pytestmark = pytest.mark.slow
+
 TAPS = (0, 2, 3, "final")
 
 
@@ -58,7 +60,6 @@ def test_two_packages_that_claim_one_name_are_refused(site: Path, tmp_path: Path
         plugins.load("headrace.engines", "odd", Engine)
 
 
-@pytest.mark.slow
 def test_extract_through_it(site_folder: Path, tiny_llama: Path, tmp_path: Path) -> None:
     rows = mixed_rows(12, 40)
     with RowWriter(tmp_path / "rows", {"made_by": "tests"}) as writer:

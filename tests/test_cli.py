@@ -32,6 +32,7 @@ def test_version_and_help() -> None:
     assert headrace().returncode == 2
 
 
+@pytest.mark.slow
 def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
     """Under a second of processor time (the machine may be busy) and nothing heavy imported, in a fresh interpreter each."""
     code = (

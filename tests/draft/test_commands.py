@@ -11,6 +11,8 @@ from headrace.cli import main
 
 from .conftest import World
 
+pytestmark = pytest.mark.slow
+
 
 def command(world: World, out: Path, *more: str) -> list[str]:
     return [

@@ -22,6 +22,8 @@ from headrace.store import Store
 
 from .conftest import World, make_world
 
+pytestmark = pytest.mark.slow
+
 
 def config(world: World, out: Path, **changes: Any) -> TrainConfig:
     values: dict[str, Any] = {

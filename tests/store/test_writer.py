@@ -21,6 +21,8 @@ from headrace.store.folder import LocalFolder, new_shard_name, place
 from headrace.testing.store import make_row, make_spec, make_states, same_bits, shard_files, write_store
 from headrace.types import Row
 
+pytestmark = pytest.mark.slow
+
 SPEC = make_spec()
 
 

@@ -24,6 +24,8 @@ from headrace.verify.reference import Reference
 
 from .conftest import Check, codes, make_rows, write_rows
 
+pytestmark = pytest.mark.slow
+
 
 def pairs(ground: Ground) -> list[tuple[Row, torch.Tensor]]:
     return [(row, ground.states[row.key]) for row in ground.rows]

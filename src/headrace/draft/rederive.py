@@ -53,6 +53,9 @@ def rederive(target: Target, captures: list[Capture]) -> Rederived | None:
     if not size or size > LARGEST_BYTES or target.quantization:
         return None
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(target.path), dtype=torch.float32, local_files_only=True

@@ -367,6 +367,7 @@ def test_the_command_on_the_real_tokenizer(
     assert json.loads(capsys.readouterr().out)["reused"]
 
 
+@pytest.mark.slow
 def test_what_the_command_says_about_bad_input(
     tmp_path: Path, smollm2: Path, config_only: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_request_has_a_time_out(desk: Desk) -> None:
         assert desk.run(api, questions(1), timeout=0.3)["retries"] == 1
 
 
+@pytest.mark.slow
 def test_the_servers_pause_is_kept(desk: Desk) -> None:
     with ScriptedApi(lambda b, n: (429, {}, {"retry-after": "0.4"}) if n == 0 else reply("a")) as api:
         started = time.monotonic()
@@ -536,6 +537,7 @@ def test_ids_that_are_required_and_missing(desk: Desk) -> None:
         assert "return_token_ids" not in (desk.run(api, token_ids="off"), api.requests[-1])[1]
 
 
+@pytest.mark.slow
 def test_dp_16_a_server_with_another_tokenizer_is_refused(desk: Desk, smollm2: Path) -> None:
     from headrace.target import Target
 

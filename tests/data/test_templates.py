@@ -70,6 +70,7 @@ def test_content_forges_nothing_in_any_style(bench: Any, name: str, content: str
     assert content in it.text(forged)
 
 
+@pytest.mark.slow
 def test_added_tokens_that_the_template_names_are_control_tokens_and_others_are_not(smollm2: Path) -> None:
     it = Bench(styled(smollm2, "qwen3"))
     row = it.row([user("say <tool_call> and <think>"), assistant("ok")])

@@ -74,6 +74,7 @@ def llama(tiny: Callable[..., Path], tiny_draft: Callable[..., Path]) -> Setup:
     return Setup(tiny("llama"), tiny_draft("llama", 80))
 
 
+@pytest.mark.slow
 def test_batched_chain_equals_the_plain_loop_verification_by_verification(llama: Setup) -> None:
     rows = some_prompts()
     answers = llama.speculate(rows)
@@ -128,6 +129,7 @@ def test_tree_equals_plain_decoding_and_accepts_its_longest_agreeing_path(
         assert accepted == longest or accepted > len(rest) == longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk, nodes, depth", [(2, 6, 4), (3, 12, 3), (4, 15, 2)])
 def test_trees_equal_trees_built_without_cache_or_batch(
     llama: Setup, topk: int, nodes: int, depth: int
@@ -173,6 +175,7 @@ def test_every_family_gives_what_transformers_generate_gives(
     assert sum(sum(a.accepted) for a in answers) > 10
 
 
+@pytest.mark.slow
 def test_batch_size_changes_no_count(llama: Setup) -> None:
     rows = some_prompts()
     together = llama.speculate(rows)

@@ -47,6 +47,7 @@ def settings(
     )
 
 
+@pytest.mark.slow
 def test_report_resume_and_comparison(
     tiny: Callable[..., Path], tiny_draft: Callable[..., Path], prompt_files: list[Path], tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def write_for_ever(path: Path) -> None:
         n += 1
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_no_line_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     for kill in range(12):

@@ -48,6 +48,7 @@ def assert_exact(config: ExtractConfig, rows: list[Row]) -> None:
         assert float(error.max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_states_of_transformers_in_the_store(rows: list[Row], tiny_llama: Path, tmp_path: Path) -> None:
     config = config_for(rows, tiny_llama, tmp_path).model_copy(update={"taps": "2,3,4,final"})
     result = extract(config, lambda text: None)

@@ -133,6 +133,7 @@ def race(
     time.sleep(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead_lock", [False, True])
 def test_of_many_at_once_one_wins(path: Path, dead_lock: bool) -> None:
     if dead_lock:

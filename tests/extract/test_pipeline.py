@@ -177,6 +177,7 @@ def test_a_dead_engine_comes_back_and_nothing_is_lost(spec: CaptureSpec, tmp_pat
     assert not bench.kinds("set_aside")
 
 
+@pytest.mark.slow
 def test_the_row_that_kills_the_engine_is_found_and_the_others_are_not_blamed(
     spec: CaptureSpec, tmp_path: Path
 ) -> None:
@@ -248,6 +249,7 @@ def test_stopping_finishes_what_is_in_flight(spec: CaptureSpec, tmp_path: Path) 
     )  # everything admitted was finished: no budget is out
 
 
+@pytest.mark.slow
 def test_back_pressure_reaches_admission(spec: CaptureSpec, tmp_path: Path) -> None:
     """A disk that stands still stops the pulling within the budget."""
     gate = threading.Event()
@@ -270,6 +272,7 @@ def test_back_pressure_reaches_admission(spec: CaptureSpec, tmp_path: Path) -> N
     assert budget - 60 <= most <= budget
 
 
+@pytest.mark.slow
 def test_full_disk_pauses_and_goes_on(spec: CaptureSpec, tmp_path: Path) -> None:
     rows = make_rows(400)
     bench = Bench(FingerprintEngine(spec, options(1000, speed=20_000.0)), rows, tmp_path, min_free=1 << 60)

@@ -61,6 +61,7 @@ def test_ray_alone_on_the_command_line_is_the_cluster_of_this_host() -> None:
     assert ray_of("--ray", "10.0.0.1:6379") == ray_of("--ray=10.0.0.1:6379") == "10.0.0.1:6379"
 
 
+@pytest.mark.slow
 def test_ray_is_imported_only_when_asked_for(tmp_path: Path, config_only: Path) -> None:
     write_rows(tmp_path / "rows", ROWS[:20])
     code = (

@@ -259,6 +259,7 @@ def test_states_of_another_shape_are_refused_not_fitted(engine: Engine) -> None:
     assert engine.capturer.staging.reserved == 0
 
 
+@pytest.mark.slow
 def test_full_staging_refuses_and_recovers(engine: Engine) -> None:
     rng = random.Random(7)
     limit = engine.capturer.staging.limit

@@ -137,6 +137,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_server_is_ended_with_its_children_and_nobody_else(tmp_path: Path, how: str) -> None:
     port = free_port()

@@ -99,6 +99,7 @@ def test_fp8_shard_opens_without_us(tmp_path: Path) -> None:
         assert list(file.get_tensor("scales.final").shape) == [5]
 
 
+@pytest.mark.slow
 def test_number_of_tensors_does_not_grow_with_captures(tmp_path: Path) -> None:
     """ST-04: headers of files with a tensor or four a sample outgrow what readers accept."""
     few = shard_files(write_store(tmp_path / "few", [make_row(0, 2)]))[0]

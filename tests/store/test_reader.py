@@ -80,6 +80,7 @@ print(time.process_time() - began, (resource.getrusage(resource.RUSAGE_SELF).ru_
 """
 
 
+@pytest.mark.slow
 def test_a_million_captures_open_in_two_seconds(tmp_path: Path) -> None:
     """ST-10, ST-11: opening reads the index, no shard; lengths are exact without looking at a single state."""
     path = write_store(tmp_path / "s", [make_row(1, 3)])

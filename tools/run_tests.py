@@ -1,12 +1,13 @@
 """Runs every test: the engine environments are built in the background while the tests that need none run in parallel.
 
-Two pytest runs of two workers each, because the real engines take much memory: first everything else, then the engine tests, a
-module and with it a server on either worker. A test that fails is run once more, alone, and only then counts: some of them race real servers,
+Two pytest runs, because the real engines take both cores and much memory: first everything else with two workers, then the
+engine tests one at a time. A test that fails is run once more, alone, and only then counts: some of them race real servers,
 kills and clocks on machines that do other things too. What needed the second try is printed.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ def main() -> int:
         print("an engine environment could not be built; see its log above", flush=True)
         return 1
     print(f"--- engine environments ready after {time.monotonic() - start:.0f} s", flush=True)
-    codes.append(tried_twice("-n", "2", "--dist", "loadfile", "-m", ENGINES))
+    codes.append(tried_twice("-m", ENGINES))
     print(f"--- all tests: {time.monotonic() - start:.0f} s", flush=True)
     return next((code for code in codes if code), 0)
 
@@ -54,8 +55,13 @@ def tried_twice(*args: str) -> int:
 
 def pytest(*args: str) -> int:
     """One pytest run in a process of its own, with its slowest tests listed."""
+    environment = dict(os.environ)
+    if (
+        "loadgroup" in args
+    ):  # two workers with two threads each on two cores spend their time waiting for one another
+        environment.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--durations=15", *args], check=False
+        [sys.executable, "-m", "pytest", "-q", "--durations=15", *args], check=False, env=environment
     ).returncode
 
 

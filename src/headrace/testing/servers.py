@@ -123,7 +123,10 @@ class ServerProcess:
         self._process.wait()
 
     def __enter__(self) -> Self:
-        return self.start().wait_healthy()
+        """Healthy; one that was started before, so that several start side by side, is not started a second time."""
+        if self._process is None:
+            self.start()
+        return self.wait_healthy()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -183,7 +183,10 @@ def test_mask_of_all_ones_or_zeros(healthy: tuple[World, Path], tmp_path: Path, 
         return Row.make(row.ids, np.full(len(row), value)), states
 
     store = rewritten(world.store, tmp_path / "s", fill)
-    assert verdicts(look(draft, store))["mask share"] == "fault"
+    found = look(draft, store)
+    assert verdicts(found)["mask share"] == "fault"
+    if not value:
+        assert verdicts(found)["on-policy data"] == "suspect", "nothing was measured, so it is not ok"
 
 
 def test_rows_longer_than_trained(healthy: tuple[World, Path], tmp_path: Path) -> None:

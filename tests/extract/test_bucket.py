@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,15 +84,7 @@ def test_an_outage_stops_the_run_and_the_same_command_goes_on(
         shard_bytes=50_000,
     )
     server.gate.shut_after = 150_000
-
-    def mend() -> None:
-        while server.gate.is_open:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        server.gate.open()
-
-    thread = threading.Thread(target=mend)
-    thread.start()
+    thread = server.gate.reopen_soon(0.3)
     result = extract(config, lambda _: None)
     thread.join()
     assert result["stored"] == len(ROWS) and result["store"] == server.url("outage")

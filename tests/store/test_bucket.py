@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -198,15 +196,7 @@ def test_a_short_outage_is_ridden_out(url: str, server: S3Server) -> None:
     rows = [make_row(seed, 30_000) for seed in range(4)]
     writer = StoreWriter(folder, SPEC, codec="raw")
     server.gate.shut_after = 9 << 20
-
-    def mend() -> None:
-        while server.gate.is_open:
-            time.sleep(0.01)
-        time.sleep(0.5)
-        server.gate.open()
-
-    mender = threading.Thread(target=mend)
-    mender.start()
+    mender = server.gate.reopen_soon(0.5)
     with writer:
         for row in rows:
             writer.add(row, make_states(row, SPEC))

@@ -171,6 +171,14 @@ def vocabulary_map(patient: Patient) -> Finding:
 
 def off_policy(patient: Patient) -> Finding:
     """Did this target write the text? (TR-22)"""
+    if not len(patient.agreement["best"]):
+        return Finding(
+            "on-policy data",
+            "suspect",
+            "no supervised token to judge by",
+            "see the check of the mask",
+            values={},
+        )
     best = float(patient.agreement["best"].mean())
     perplexity = float(np.exp(-patient.agreement["log_prob"].mean()))
     measured = f"{best:.1%} of supervised tokens are the target's best; perplexity {perplexity:.2f}"

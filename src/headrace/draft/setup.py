@@ -51,12 +51,6 @@ def _states(config: TrainConfig, target: Target, rows: RowFolder) -> Store:
     return cast(Store, open_live(config, target, rows))
 
 
-def _close(store: Store) -> None:
-    close = getattr(store, "close", None)  # a LiveStore has one
-    if close is not None:
-        close()
-
-
 @dataclass(frozen=True)
 class Data:
     """The store and which of its captures train and validate."""
@@ -78,7 +72,7 @@ class Data:
         try:
             return cls._checked(config, target, store, rows)
         except HeadraceError:
-            _close(store)
+            store.close()
             raise
 
     @classmethod
@@ -116,8 +110,8 @@ class Data:
         return cls(store, rows, splits["train"], splits["validation"], facts)
 
     def close(self) -> None:
-        """Let the engine go that the states come from, if they do; idempotent."""
-        _close(self.store)
+        """Let go of where the states come from: open shards, or an engine. Idempotent."""
+        self.store.close()
 
 
 @dataclass(frozen=True)

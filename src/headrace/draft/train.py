@@ -24,7 +24,7 @@ from headrace.draft.config import TrainConfig
 from headrace.draft.memory import need, require_room
 from headrace.draft.method import method_class, method_options
 from headrace.draft.metrics import Accuracy
-from headrace.draft.mirror import Mirror
+from headrace.draft.mirror import MANIFEST, Mirror
 from headrace.draft.objective import Objective
 from headrace.draft.record import Curves, Progress, require_wandb
 from headrace.draft.setup import Data, Parts, make_parts, train_packs, validation_packs
@@ -39,7 +39,6 @@ from headrace.target import Target
 
 Say = Callable[[str], None]
 KIND = "headrace.train"
-MANIFEST = "manifest.json"
 # Options that may differ when a run is continued: they change no number.
 _FREE = frozenset(
     {

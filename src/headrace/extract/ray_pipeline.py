@@ -15,7 +15,7 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.extract.admission import Budget
 from headrace.extract.crew import CLOSE_SECONDS, LostError, Member
-from headrace.extract.crew_engine import CrewEngine
+from headrace.extract.crew_engine import TICK, CrewEngine
 from headrace.extract.disk import DiskGuard
 from headrace.extract.leases import Leases
 from headrace.extract.progress import Progress
@@ -23,7 +23,6 @@ from headrace.extract.ray_worker import Order, Report
 from headrace.extract.stages import Flight, Limits, Notes, Verifier
 from headrace.types import Failure, Row
 
-TICK = 0.1
 LEAD_SECONDS = 0.5
 """Rows are handed out so far ahead of the engine's own wishes, by the rate of late."""
 LATE = 4.0

@@ -97,7 +97,7 @@ class RemoteFolder:
     ) -> None:
         self.name = url.rstrip("/") if bucket is not None else tidy(url)
         self._bucket = bucket if bucket is not None else open_bucket(self.name, retry)
-        self._cache = cache
+        self.cache = cache
 
     def _url(self, name: str) -> str:
         return f"{self.name}/{name}"
@@ -115,12 +115,12 @@ class RemoteFolder:
 
     def open_shard(self, name: str) -> Source:
         path = f"{SHARDS}/{name}"
-        if self._cache is None:
+        if self.cache is None:
             return RemoteFile(self._bucket, path, self._url(path))
         from headrace.store.cache import CachedFile
 
         return CachedFile(
-            self._cache, self._url(path), lambda: RemoteFile(self._bucket, path, self._url(path))
+            self.cache, self._url(path), lambda: RemoteFile(self._bucket, path, self._url(path))
         )
 
     # --- changing it ----------------------------------------------------------------------------------------------------

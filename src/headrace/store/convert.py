@@ -83,9 +83,8 @@ def _writer(out: str | os.PathLike[str], wanted: Dataset, options: WriterOptions
         codec=wanted.codec,
         final_positions=wanted.final_positions,
         provenance=wanted.provenance,
-        options=options.model_copy(
-            update={"allow_zeros": True}
-        ),  # what is in a store has passed a door already
+        # what is in a store has passed a door already
+        options=options.model_copy(update={"allow_zeros": True}),
     )
 
 

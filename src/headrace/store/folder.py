@@ -50,6 +50,8 @@ class Folder(Protocol):
     name: str
     remote: bool
     """Whether each read is a request over a network: then many are made at a time, and no more bytes than needed."""
+    cache: Cache | None
+    """Where what is read is kept on disk; None: nowhere."""
 
     def read_file(self, name: str) -> bytes | None:
         """Content of a small file, None when it is missing."""
@@ -118,6 +120,7 @@ class LocalFolder:
     """A store on a mounted file system."""
 
     remote = False
+    cache: Cache | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path

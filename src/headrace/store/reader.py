@@ -61,7 +61,6 @@ class Store:
         self.dataset = dataset
         self.index = index
         self._taps = None if taps is None else tuple(taps)
-        self._cache: Cache | None = None
         self.spec = dataset.spec if taps is None else _with_taps(dataset.spec, tuple(taps))
         self._lock = threading.Lock()
         self._shards: collections.OrderedDict[str, Shard] = collections.OrderedDict()
@@ -82,19 +81,20 @@ class Store:
         """
         folder = open_folder(path, cache)
         dataset = read_dataset(folder)
-        store = cls(folder, dataset, load_index(folder, dataset), taps)
-        store._cache = cache
-        return store
+        return cls(folder, dataset, load_index(folder, dataset), taps)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.name, self._taps, self._cache)
+        return _reopen, (self.name, self._taps, self.folder.cache)
 
     def refresh(self) -> Store:
         """This store again with the shards sealed since it was opened."""
         index = update_index(self.index, self.folder, self.dataset)
-        store = Store(self.folder, self.dataset, index, self._taps)
-        store._cache = self._cache
-        return store
+        return Store(self.folder, self.dataset, index, self._taps)
+
+    def close(self) -> None:
+        """Let go of the open shards; reading opens them again."""
+        with self._lock:
+            self._shards.clear()
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 

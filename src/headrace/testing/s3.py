@@ -17,15 +17,10 @@ import urllib.request
 from types import TracebackType
 from typing import Self
 
+from headrace.testing.servers import free_port
+
 KEY, SECRET = "AKIAHEADRACETEST0000", "a-secret-that-must-not-be-seen-anywhere"
 """Credentials to try with; the server takes any."""
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Gate:
@@ -63,6 +58,19 @@ class Gate:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+
+    def reopen_soon(self, seconds: float) -> threading.Thread:
+        """Once it has shut, listen again ``seconds`` later: an outage that mends itself. Returns the thread, started."""
+
+        def mend() -> None:
+            while self.is_open:
+                time.sleep(0.01)
+            time.sleep(seconds)
+            self.open()
+
+        thread = threading.Thread(target=mend)
+        thread.start()
+        return thread
 
     @property
     def is_open(self) -> bool:

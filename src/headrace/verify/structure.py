@@ -66,7 +66,7 @@ class _OneShard:
 
     def __init__(self, folder: Folder, shard: str) -> None:
         self.name = folder.name
-        self.remote = folder.remote
+        self.remote, self.cache = folder.remote, folder.cache
         self._folder, self._shard = folder, shard
 
     def read_file(self, name: str) -> bytes | None:

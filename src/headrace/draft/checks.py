@@ -129,8 +129,15 @@ def mask_share(patient: Patient) -> Finding:
     )
 
 
+def _nothing_to_judge(name: str) -> Finding:
+    """A mean over nothing would pass every threshold."""
+    return Finding(name, "suspect", "no supervised token to judge by", "see mask share")
+
+
 def coverage(patient: Patient) -> Finding:
     """What does the draft vocabulary lack? Every label outside it is a miss. (TR-08)"""
+    if not len(patient.agreement["sayable"]) or not len(patient.agreement["label_sayable"]):
+        return _nothing_to_judge("vocabulary coverage")
     sayable, labels = patient.agreement["sayable"].mean(), patient.agreement["label_sayable"].mean()
     accuracy = patient.whole.accuracy
     gain = accuracy.length and implied_length(accuracy.conditional_in_vocab) - accuracy.length
@@ -172,13 +179,7 @@ def vocabulary_map(patient: Patient) -> Finding:
 def off_policy(patient: Patient) -> Finding:
     """Did this target write the text? (TR-22)"""
     if not len(patient.agreement["best"]):
-        return Finding(
-            "on-policy data",
-            "suspect",
-            "no supervised token to judge by",
-            "see the check of the mask",
-            values={},
-        )
+        return _nothing_to_judge("on-policy data")
     best = float(patient.agreement["best"].mean())
     perplexity = float(np.exp(-patient.agreement["log_prob"].mean()))
     measured = f"{best:.1%} of supervised tokens are the target's best; perplexity {perplexity:.2f}"

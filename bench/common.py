@@ -31,6 +31,8 @@ class Bench:
     args: argparse.Namespace
     rows: list[dict[str, Any]] = field(default_factory=list)
     targets: list[dict[str, Any]] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    """Machine, date and commit of rows that were measured elsewhere and earlier."""
 
     def row(self, **values: Any) -> None:
         """Add a row; rows share their keys."""
@@ -50,6 +52,7 @@ class Bench:
             "quick": self.quick,
             "rows": self.rows,
             "targets": self.targets,
+            **self.measured,
         }
 
 
@@ -135,12 +138,20 @@ class Timing:
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
-def interleaved(contestants: Mapping[str, Callable[[], object]], repeats: int = 5) -> dict[str, Timing]:
-    """Time each contestant ``repeats`` times, in turns, after one warm-up each, so that a busy moment hits all alike."""
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], repeats: int = 5, *, until: float = float("inf")
+) -> dict[str, Timing]:
+    """Time each contestant ``repeats`` times, in turns, after one warm-up each, so that a busy moment hits all alike.
+
+    No turn begins that would not end before ``until``, a time of ``time.perf_counter()``; the first is always taken.
+    """
     for work in contestants.values():
         work()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(repeats):
+    for turn in range(repeats):
+        longest = sum(max(values, default=0.0) for values in seconds.values())
+        if turn and time.perf_counter() + longest > until:
+            break
         for name, work in contestants.items():
             start = time.perf_counter()
             work()

@@ -1,11 +1,12 @@
 """Capture at the engine's own speed: the real SGLang on this GPU, plain prefill against ours, in turns, to durable shards.
 
-    python bench/gpu.py [--quick] [--shape 8b|1b] [--repeats 5] [--disk FOLDER] [--json FILE]
+    python bench/gpu.py [--quick] [--shape 8b|1b] [--variant radix] [--repeats 5] [--trace FOLDER] [--disk FOLDER] [--json FILE]
 
 Two servers share the device: SGLang as it is, and the same started as ``headrace serve`` starts it. Every round sends the same
 prompts (log-normal lengths, mean 1,500, at most 8,192 tokens) in each of the ways; weights are random. "extract" is the
-whole of ``headrace extract``: verified, compressed, synced to disk. A small model with real numbers is compared with
-transformers first. ``--quick`` runs all of it on a CPU with a tiny model.
+whole of ``headrace extract``: verified, compressed, synced to disk. SGLang's own JSON path gets a few prompts only, beside the
+same prompts without it. A small model with real numbers is compared with transformers first, on a third server. ``--quick``
+runs all of it on a CPU with a tiny model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 import shutil
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,10 @@ import numpy as np
 import torch
 
 from common import Bench, interleaved, main
-from engine_cpu import capture_all, post_all
+from engine_cpu import capture_all, json_path, post_all
+from gpu_trace import trace
 from headrace.data.rows import RowWriter
-from headrace.engines import open_engine
+from headrace.engines import Engine, open_engine
 from headrace.engines.config import ServeConfig
 from headrace.extract.config import ExtractConfig
 from headrace.extract.run import extract
@@ -54,11 +58,21 @@ SHAPES: dict[str, dict[str, int]] = {
 GPU_FLAGS = [
     "--attention-backend=triton", "--sampling-backend=pytorch", "--disable-cuda-graph",
     "--chunked-prefill-size=8192", "--context-length=16384", "--max-running-requests=512",
+    # Servers start side by side: a fraction of what is free would depend on which came first.
+    "--max-total-tokens=131072", "--mem-fraction-static=0.8",
 ]  # fmt: skip
 CPU_FLAGS = [
     "--max-total-tokens=8192", "--context-length=2048", "--mem-fraction-static=0.3", "--max-running-requests=16",
     "--chunked-prefill-size=64",
 ]  # fmt: skip
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "radix": (),  # the prefix cache stays on; every request has a salt, as ours always do
+    "chunk-2k": ("--chunked-prefill-size=2048",),
+    "graphs": ("--disable-decode-cuda-graph",),  # prefill graphs; nothing is decoded
+    "tp2": ("--tp-size=2",),
+    "dp2": ("--dp-size=2",),
+}
 TARGETS = {
     "plug-in, nobody asks": 0.995,
     "capture to verified states": 0.985,
@@ -68,6 +82,15 @@ TARGETS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=("8b", "1b"), default="8b", help="shape of the random model")
+    parser.add_argument(
+        "--variant", choices=VARIANTS, default="base", help="how both servers differ from the usual"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no turn that would end later than this"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="also write where ten steps of each server go, into this folder"
+    )
     parser.add_argument("--count", type=int, default=256, help="prompts of a round")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--disk", type=Path, help="where the stores go (default: a temporary folder)")
@@ -95,52 +118,59 @@ def prompts(count: int, mean: float, longest: int, vocab: int) -> list[Row]:
     return [Row.make(rng.integers(3, vocab, n), np.ones(n, bool)) for n in lengths]
 
 
-def capture_server(model: Path, folder: Path, flags: Sequence[str], python: str) -> ServerProcess:
+def flags_of(variant: str, cuda: bool) -> list[str]:
+    """SGLang's flags, the same for both servers."""
+    flags = (
+        [f for f in GPU_FLAGS if variant != "graphs" or f != "--disable-cuda-graph"] if cuda else CPU_FLAGS
+    )
+    return [*flags, *(VARIANTS[variant] if cuda else ())]
+
+
+def chunk_of(flags: Sequence[str]) -> int:
+    """Tokens of a prefill chunk."""
+    return int([f for f in flags if f.startswith("--chunked-prefill-size=")][-1].split("=")[1])
+
+
+def capture_server(
+    model: Path, folder: Path, flags: Sequence[str], python: str, radix: bool
+) -> ServerProcess:
     """SGLang as ``headrace serve`` starts it."""
     config = ServeConfig(
-        model=str(model),
-        port=free_port(),
-        staging=str(folder / "staging"),
-        python=python,
-        sglang_args=list(flags),
-    )
-    return sglang_capture_server(config, folder / "capture.log")
+        model=str(model), port=free_port(), staging=str(folder / f"staging-{model.name}"), python=python,
+        prefix_cache=radix, sglang_args=list(flags),
+    )  # fmt: skip
+    return sglang_capture_server(config, folder / f"capture-{model.name}.log")
 
 
-def plain_server(model: Path, folder: Path, flags: Sequence[str], python: str) -> ServerProcess:
+def plain_server(model: Path, folder: Path, flags: Sequence[str], python: str, radix: bool) -> ServerProcess:
     """SGLang as it is."""
     port = free_port()
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model), "--skip-tokenizer-init"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-radix-cache", *flags]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *([] if radix else ["--disable-radix-cache"]),
+        *flags,
+    ]
     return ServerProcess(command, port, folder / "plain.log")
 
 
-def check_values(bench: Bench, folder: Path, flags: Sequence[str], python: str, dtype: str) -> None:
+def check_values(bench: Bench, model: Path, server: ServerProcess, dtype: str) -> None:
     """A small random model with weights of its own: every row of every tap against transformers in float32."""
-    model = make_tiny_model(
-        folder / "small",
-        "llama",
-        layers=8,
-        hidden=256,
-        vocab=1000,
-        dtype=dtype,
-        max_position_embeddings=32768,
-    )
     target = Target.open(str(model))
     rows = prompts(24, 80, 500, 1000)
-    share = ["--mem-fraction-static=0.4"] if dtype == "bfloat16" else []
-    with capture_server(model, folder, [*flags, *share, "--dtype", dtype], python).start() as server:
-        server.wait_healthy()
-        spec = target.spec("eagle3", dtype=dtype)
-        reference = open_engine("hf", target, spec, {"dtype": "float32"})
-        truth = {c.key: c.states for c in reference.capture(iter(rows)) if isinstance(c, Capture)}
-        same = {
-            c.key: c.states
-            for c in open_engine("hf", target, spec).capture(iter(rows))
-            if isinstance(c, Capture)
-        }
+    spec = target.spec("eagle3", dtype=dtype)
+
+    def states(engine: Engine) -> dict[str, Any]:
+        return {c.key: c.states for c in engine.capture(iter(rows)) if isinstance(c, Capture)}
+
+    with server:
+        truth = states(open_engine("hf", target, spec, {"dtype": "float32"}))
+        same = states(open_engine("hf", target, spec))
         with open_engine("sglang", target, spec, {"url": [server.url], "reference": "none"}) as engine:
-            got = {c.key: c.states for c in engine.capture(iter(rows)) if isinstance(c, Capture)}
+            got = states(engine)
     assert set(got) == set(truth), "captures are missing"
     error = float(np.median([row_error(got[key], truth[key]) for key in truth]))
     noise = float(np.median([row_error(same[key], truth[key]) for key in truth]))
@@ -153,10 +183,11 @@ def check_values(bench: Bench, folder: Path, flags: Sequence[str], python: str, 
 
 
 def run(bench: Bench) -> None:
-    """Check values, start both servers, take turns, compare."""
+    """Start the servers side by side, check values, take turns, compare."""
+    began, args = time.perf_counter(), bench.args
     cuda = torch.cuda.is_available() and not bench.quick
-    shape = bench.args.shape if cuda else "tiny"
-    flags = GPU_FLAGS if cuda else CPU_FLAGS
+    shape, dtype = (args.shape, "bfloat16") if cuda else ("tiny", "float32")
+    flags, radix = flags_of(args.variant, cuda), args.variant == "radix"
     python = sys.executable
     if not cuda:
         from headrace.testing.envs import engine_env
@@ -164,49 +195,102 @@ def run(bench: Bench) -> None:
         python = str(engine_env("sglang-0.5.23"))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=bench.args.disk)))
-        check_values(bench, folder, flags, python, "bfloat16" if cuda else "float32")
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.disk)))
+        small = make_tiny_model(
+            folder / "small",
+            "llama",
+            layers=8,
+            hidden=256,
+            vocab=1000,
+            dtype=dtype,
+            max_position_embeddings=32768,
+        )
         model = write_config(folder / "model", shape)
+        dummy = [*flags, "--load-format=dummy", "--dtype=bfloat16"]
+        checked = capture_server(small, folder, [*flags, "--dtype", dtype], python, radix)
+        capturing = capture_server(model, folder, dummy, python, radix)
+        plain = plain_server(model, folder, dummy, python, radix)
+        for server in (checked, capturing, plain):
+            stack.callback(server.start().stop)
         target = Target.open(str(model))
-        rows = prompts(bench.args.count, 1500, 8192, 128000) if cuda else prompts(12, 60, 400, 1000)
+        rows = prompts(args.count, 1500, 8192, 128000) if cuda else prompts(12, 60, 400, 1000)
         with RowWriter(disk / "rows") as writer:
             for row in rows:
                 writer.add(row)
-        dummy = [*flags, "--load-format=dummy", "--dtype=bfloat16"]
-        # SGLang takes its share of what is free when it starts: the second server's is of what the first one left.
-        first, second = (["--mem-fraction-static=0.4"], ["--mem-fraction-static=0.75"]) if cuda else ([], [])
-        capturing = stack.enter_context(capture_server(model, folder, [*dummy, *first], python).start())
-        capturing.wait_healthy()
-        plain = stack.enter_context(plain_server(model, folder, [*dummy, *second], python).start())
-        plain.wait_healthy()
-        compare(
-            bench,
-            Turns(target, rows, disk, capturing.url, plain.url),
-            bench.args.repeats if cuda else 2,
-            shape,
-        )
+        check_values(bench, small, checked, dtype)
+        for server in (capturing, plain):
+            server.wait_healthy()
+        print(f"values checked and servers ready after {time.perf_counter() - began:.0f} s", flush=True)
+        turns = Turns(target, rows, disk, capturing.url, plain.url, radix)
+        stack.callback(turns.close)
+        compare(bench, turns, args.repeats if cuda else 2, shape, began + args.seconds)
+        share = turns.json_share(chunk_of(flags))
+        bench.row(
+            shape=shape, variant=args.variant, path="SGLang's own JSON, a few prompts", repeats=1, tokens_per_s=0.0,
+            of_plain=share, least=share, most=share, gb_per_s=0.0,
+        )  # fmt: skip
+        if args.trace:
+            for name, url, way in (
+                ("plain", plain.url, "plain SGLang"),
+                ("capturing", capturing.url, "capture to verified states"),
+            ):
+                found = trace(url, args.trace / name, turns.ways()[way])
+                print(f"ten steps, {name}: {json.dumps(found)}", flush=True)
 
 
 class Turns:
     """The ways to send one round of prompts."""
 
-    def __init__(self, target: Target, rows: list[Row], disk: Path, capturing: str, plain: str) -> None:
+    def __init__(
+        self, target: Target, rows: list[Row], disk: Path, capturing: str, plain: str, radix: bool
+    ) -> None:
         self.target, self.rows, self.disk, self.capturing, self.plain = target, rows, disk, capturing, plain
+        self.radix = radix
         self.spec = target.spec("eagle3", dtype="bfloat16")
         self.tokens = sum(map(len, rows))
+        self._engine: Engine | None = None
 
     def ways(self) -> dict[str, Callable[[], object]]:
         return {
-            "plain SGLang": lambda: post_all(self.plain, self.rows),
-            "plug-in, nobody asks": lambda: post_all(self.capturing, self.rows),
+            "plain SGLang": lambda: self.post(self.plain),
+            "plug-in, nobody asks": lambda: self.post(self.capturing),
             "capture to verified states": self.capture,
             "extract to durable shards": self.extract,
         }
 
+    def post(self, url: str) -> None:
+        # With a prefix cache a second round would find the first one's prompts there: a salt for each round prevents it.
+        post_all(url, self.rows, **({"extra_key": uuid.uuid4().hex} if self.radix else {}))
+
+    def json_share(self, room: int) -> float:
+        """Speed of SGLang's own JSON path, of that of the same prompts without it: as many as one chunk of ``room`` tokens
+        holds, since that path loses all chunks of a prompt but the last."""
+        few = []
+        for row in self.rows:
+            if len(row) <= room:
+                few.append(row)
+                room -= len(row)
+        seconds = []
+        for way in (
+            lambda: post_all(self.capturing, few, new_tokens=1),
+            lambda: json_path(self.capturing, few),
+        ):
+            way()
+            began = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - began)
+        return seconds[0] / seconds[1]
+
     def capture(self) -> None:
-        options = {"url": [self.capturing], "reference": "none", "tokens_in_flight": self.tokens}
-        with open_engine("sglang", self.target, self.spec, options) as engine:
-            capture_all(engine, self.rows)
+        # Opened once, as a run of days opens it once; extract below opens its own, every time.
+        if self._engine is None:
+            options = {"url": [self.capturing], "reference": "none", "tokens_in_flight": self.tokens}
+            self._engine = open_engine("sglang", self.target, self.spec, options)
+        capture_all(self._engine, self.rows)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
     def extract(self) -> None:
         out = self.disk / "store"
@@ -219,25 +303,24 @@ class Turns:
         assert result["captures"] == len(self.rows)
 
 
-def compare(bench: Bench, turns: Turns, repeats: int, shape: str) -> None:
+def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) -> None:
     """Interleaved rounds; rates as ratios to plain prefill."""
-    timings = interleaved(turns.ways(), repeats=repeats)
+    variant = bench.args.variant
+    timings = interleaved(turns.ways(), repeats=repeats, until=until)
     base = timings["plain SGLang"].median
-    bytes_per_token = turns.spec.bytes_per_token
     for name, timing in timings.items():
         rate = turns.tokens / timing.median
-        moved = rate * bytes_per_token / 1e9 if name in TARGETS and "nobody" not in name else 0.0
+        states = name in TARGETS and "nobody" not in name
+        # Of each repeat to the plain one beside it: what drifts over the run hits both.
+        ratios = [p / s for p, s in zip(timings["plain SGLang"].seconds, timing.seconds, strict=True)]
         bench.row(
-            shape=shape,
-            path=name,
-            tokens_per_s=rate,
-            of_plain=base / timing.median,
-            spread=timing.spread,
-            gb_per_s=moved,
-        )
+            shape=shape, variant=variant, path=name, repeats=len(ratios), tokens_per_s=rate, of_plain=base / timing.median,
+            least=min(ratios), most=max(ratios), gb_per_s=rate * turns.spec.bytes_per_token / 1e9 if states else 0.0,
+        )  # fmt: skip
+        print(json.dumps(bench.rows[-1]), flush=True)
     for name, least in TARGETS.items():
         share = base / timings[name].median
-        bench.target(f"{name}, share of plain prefill ({shape})", share, least, share >= least)
+        bench.target(f"{name}, share of plain prefill ({shape}, {variant})", share, least, share >= least)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ BUDGET = {
     "tokens_per_pack": "4096",
     "shape.variant": "eagle3",
     "optim.kind": "adamw",
+    "loss.step_decay": "1.0",
 }
 RECIPES: dict[str, dict[str, str]] = {
     "base": {},
@@ -92,6 +93,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-limit", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="K of chain drafting")
+    parser.add_argument(
+        "--trees",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="NODES",
+        help="also decode the first seed with dynamic trees that verify so many drafted tokens (a chain verifies --steps)",
+    )
+    parser.add_argument("--topk", type=int, default=4, help="nodes of a level that such a tree expands")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: one table of the rows of these results",
+    )
     parser.add_argument(
         "--extract-tokens", type=int, default=65536, help="tokens of one forward of the target"
     )
@@ -212,6 +230,8 @@ class Bed:
     held_out: list[Document]
     counts: np.ndarray
     offline: Any
+    trees: dict[int, Any]
+    """By drafted tokens that a verification holds."""
 
     def run(self, name: str, changes: dict[str, str], seed: int) -> dict[str, Any]:
         """Train one drafter and measure it."""
@@ -288,6 +308,11 @@ class Bed:
             out[path.stem] = round(part.acceptance(self.args.steps).length, 4)
             equal += part.matches("equal")
             answers += len(part.records)
+            for nodes, offline in self.trees.items() if seed == self.args.seeds[0] else ():
+                part = offline.measure(draft, read_prompts(path, self.args.prompt_limit), lambda _: None)
+                out[f"{path.stem} tree {nodes}"] = round(part.acceptance(self.args.steps).length, 4)
+                equal += part.matches("equal")
+                answers += len(part.records)
         return {**out, "equal": f"{equal}/{answers}"}
 
 
@@ -315,6 +340,14 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
 
 def run(bench: common.Bench) -> None:
     args = bench.args
+    if args.merge:
+        for file in args.merge:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            bench.rows += found["rows"]
+            bench.measured = {key: found[key] for key in ("machine", "date", "commit")}
+        args.prompts = args.prompts or [Path(name) for name in ("gsm8k", "humaneval")]
+        judge(bench)
+        return
     if bench.quick:
         import quality_quick
 
@@ -366,6 +399,12 @@ def make_bed(args: argparse.Namespace, device: torch.device) -> Bed:
         "device": str(device),
     }
     offline = Offline(target, build(EvaluateConfig, values, "evaluation"))
+    trees = {
+        nodes: Offline(
+            target, build(EvaluateConfig, {**values, "topk": args.topk, "tree_tokens": nodes}, "evaluation")
+        )
+        for nodes in args.trees
+    }
     counts = count_tokens(train_rows, target.vocab_size)
     return Bed(
         args,
@@ -376,14 +415,17 @@ def make_bed(args: argparse.Namespace, device: torch.device) -> Bed:
         documents[len(train_rows) :],
         counts,
         offline,
+        trees,
     )
 
 
 def judge(bench: common.Bench) -> None:
-    """The best configuration by mean over its seeds, against the targets."""
+    """The best configuration by mean over its seeds, of those with the most seeds, against the targets."""
     by_run: dict[str, list[dict[str, Any]]] = {}
     for row in bench.rows:
         by_run.setdefault(row["run"], []).append(row)
+    most = max(map(len, by_run.values()))
+    by_run = {name: rows for name, rows in by_run.items() if len(rows) == most}
     sets = [p.stem for p in bench.args.prompts]
     score = {
         n: statistics.mean(sum(r[s] for s in sets) if sets else r["implied"] for r in rows)

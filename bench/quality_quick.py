@@ -40,4 +40,5 @@ def settle(args: argparse.Namespace) -> None:
     args.held_out, args.prompt_limit, args.max_new_tokens, args.steps = 4, 1, 8, 3
     common = "ttt_steps=2 epochs=1 tokens_per_pack=256 shape.vocab=0 log_every=1"
     args.run = [f"base {common}", f"muon {common} optim.average=0.9"]
+    args.trees = [6]
     args.device = "cpu"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,10 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", type=Path, help="folder to import the peer's package from")
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="also write where the time of ten updates goes"
+    )
+    parser.add_argument("--variant", choices=["eagle3", "eagle3.1"], default="eagle3.1")
     parser.add_argument("--steps", type=int, default=5, help="test-time-training steps")
     parser.add_argument("--pack", type=int, default=4096, help="tokens of a pack")
     parser.add_argument("--updates", type=int, default=20, help="updates a repeat")
@@ -68,6 +73,8 @@ def shape_of(args: argparse.Namespace) -> DraftConfig:
         head_dim=args.hidden // heads,
         vocab_size=args.vocab,
         draft_vocab_size=args.draft_vocab,
+        fc_norm="each" if args.variant == "eagle3.1" else "none",
+        normed_feedback=args.variant == "eagle3.1",
         rope=RopeConfig(theta=100000.0),
         max_positions=8192,
     )
@@ -84,6 +91,20 @@ def make_documents(args: argparse.Namespace, device: torch.device, count: int) -
     return documents
 
 
+def parts(args: argparse.Namespace, machine: Machine) -> tuple[Eagle3Draft, Teacher, TrainOptions]:
+    """A drafter, its teacher and options of a run without end, on the machine."""
+    torch.manual_seed(0)
+    model = Eagle3Draft(shape_of(args))
+    model.lm_head.weight.requires_grad_(False)
+    place_model(model, machine)
+    head = Head(torch.randn(args.vocab, args.hidden) * 0.05)
+    teacher = Teacher(head, torch.arange(args.draft_vocab)).to(machine.device, machine.dtype)
+    options = TrainOptions.model_validate(
+        {"ttt_steps": args.steps, "max_steps": 10**9, "optim": {"kind": args.optimizer}}
+    )
+    return model, teacher, options
+
+
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
@@ -91,18 +112,9 @@ class Ours:
     """The product's own trainer, one update a call."""
 
     def __init__(self, args: argparse.Namespace, documents: list[Document], machine: Machine) -> None:
-        shape = shape_of(args)
-        torch.manual_seed(0)
-        model = Eagle3Draft(shape)
-        model.lm_head.weight.requires_grad_(False)
-        place_model(model, machine)
-        head = Head(torch.randn(args.vocab, args.hidden) * 0.05)
-        teacher = Teacher(head, torch.arange(args.draft_vocab)).to(machine.device, machine.dtype)
+        model, teacher, options = parts(args, machine)
         placing = Placing(machine.device, machine.dtype, padded=machine.compiled)
         packs = MemoryPacks(documents, placing, token_budget=args.pack)
-        options = TrainOptions.model_validate(
-            {"ttt_steps": args.steps, "max_steps": 10**9, "optim": {"kind": args.optimizer}}
-        )
         self.trainer = Trainer(model, teacher, packs, options, machine, Workers())
         self.stream: Iterator[Pack] = iter(packs)
         self.tokens = self.flops = 0.0
@@ -110,8 +122,7 @@ class Ours:
 
     def update(self) -> None:
         pack = next(self.stream)
-        loss, _, _ = self.trainer.loss_of(pack)
-        loss.backward()
+        self.trainer.add_gradients(pack)
         self.trainer.optimizers.step(self.trainer.step)
         self.trainer.step += 1
         self.tokens += pack.tokens
@@ -232,7 +243,8 @@ def run(bench: common.Bench) -> None:
     documents = make_documents(args, device, 64 if bench.quick else 1000)
     contestants: dict[str, Ours | Peer] = {}
     if device.type == "cuda":
-        contestants["headrace"] = Ours(args, documents, Machine(device, True, "flex", True))
+        contestants["headrace"] = Ours(args, documents, Machine(device, True, "flex", True, True))
+        contestants["headrace, no CUDA graph"] = Ours(args, documents, Machine(device, True, "flex", True))
         contestants["headrace, not compiled"] = Ours(args, documents, Machine(device, True, "eager", False))
     else:
         contestants["headrace"] = Ours(args, documents, Machine(device, False, "eager", False))
@@ -244,7 +256,40 @@ def run(bench: common.Bench) -> None:
     for contestant in contestants.values():  # compilation, autotuning and allocation are not what is measured
         for _ in range(2 if device.type == "cpu" else 10):
             contestant.update()
+    if args.trace:
+        for name, contestant in contestants.items():
+            trace(name, contestant, args.trace, device)
     report(bench, contestants, device)
+
+
+def trace(name: str, contestant: Ours | Peer, folder: Path, device: torch.device) -> None:
+    """Where the time of ten updates goes: kernels by their own time, the host's calls by theirs, and how busy the device was."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    work = work_of(contestant, 10, device)
+    started = time.perf_counter()
+    work()
+    plain = time.perf_counter() - started
+    with profile(activities=kinds) as recorded:
+        work()
+    averages = recorded.key_averages()
+    lines = [f"{name}: {100 * plain:.2f} ms an update without the profiler"]
+    if cuda:
+        kernels = [e for e in averages if e.device_type == torch.autograd.DeviceType.CUDA]
+        busy = sum(e.self_device_time_total for e in kernels) / 1e6
+        launched = sum(e.count for e in kernels)
+        lines.append(
+            f"kernels: {100 * busy:.2f} ms and {launched / 10:.0f} launches an update, {busy / plain:.0%} of the time"
+        )
+        lines.append(averages.table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90))
+    lines.append(averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name.replace(', ', '-').replace(' ', '_')}.txt").write_text(
+        "\n".join(lines) + "\n", encoding="utf-8"
+    )
+    print(*lines[: 2 if cuda else 1], sep="\n", flush=True)
 
 
 def report(bench: common.Bench, contestants: dict[str, Ours | Peer], device: torch.device) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENGINES = {"parity", "engine_cpu", "gpu"}  # need the environments of real engines
-# train, quality: tests/draft/test_bench.py; planted: its faults are those of tests/verify; scale_out: two minutes, see tests/extract/test_ray.py; common: what all share
-OWN_TESTS = {"train", "quality", "quality_quick", "planted", "scale_out", "common"}
+# train, quality: tests/draft/test_bench.py; planted: its faults are those of tests/verify; scale_out: two minutes, see tests/extract/test_ray.py; gpu_trace, common: what others share
+OWN_TESTS = {"train", "quality", "quality_quick", "planted", "scale_out", "common", "gpu_trace"}
 SMALLER = {
     "scale": ["--rows", "3000"],
     "faults": ["--only", "answer"],
@@ -47,7 +47,7 @@ def test_none_is_forgotten() -> None:
     assert there == {*PLAIN, *ENGINES, *OWN_TESTS}
 
 
-PLAIN = ["store", "prepare", "scale", "faults", "s3"]
+PLAIN = ["store", "prepare", "scale", "faults", "s3", "loader", "train_many"]
 
 
 @pytest.mark.slow

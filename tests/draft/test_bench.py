@@ -32,7 +32,8 @@ def test_quick_mode(name: str, tmp_path: Path, smollm2: Path) -> None:
     assert result["rows"] and all(row["tokens_per_second"] > 0 for row in result["rows"])
     if name == "quality":
         assert {row["run"] for row in result["rows"]} == {"base", "muon"}
-        assert all(row["equal"] == "1/1" and row["implied"] >= 1 for row in result["rows"])
+        assert all(row["equal"] == "2/2" and row["implied"] >= 1 for row in result["rows"]), "a chain, a tree"
+        assert all(row["tiny tree 6"] >= 1 for row in result["rows"])
 
 
 def test_quality_without_data_says_what_it_needs() -> None:

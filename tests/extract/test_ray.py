@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from headrace.cli.parse import parse
-from headrace.errors import ConfigError, EngineUnavailableError, PreflightError
+from headrace.errors import ConfigError, EngineUnavailableError, PreflightError, StoreError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
@@ -157,6 +157,7 @@ class Driver:
             "--ray",
             c.ray,
         ]
+        command += ["--store", c.store] if c.store else []
         command += ["--engine-options", ",".join(f"{k}={v}" for k, v in c.engine_options.items())]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -182,11 +183,13 @@ class Driver:
 
     def wait_for_rows(self, rows: int) -> None:
         """Until ``rows`` rows are durable."""
+        place = self.config.store or self.config.out
 
         def sealed() -> int:
-            return (
-                len(Store.open(self.config.out)) if self.config.out.joinpath("dataset.json").exists() else 0
-            )
+            try:
+                return len(Store.open(place))
+            except StoreError:  # not begun yet
+                return 0
 
         self.wait_for(lambda: sealed() >= rows)
 

@@ -14,7 +14,7 @@ class LossOptions(Section):
 
     kind: Literal["kl", "ce", "tv", "lk", "hybrid"] = "kl"
     """kl: soft cross-entropy; ce: the target's best token only; tv: total variation; lk: -log acceptance; hybrid: kl moving to tv."""
-    step_decay: float = Field(default=1.0, gt=0, le=1)
+    step_decay: float = Field(default=0.6, gt=0, le=1)
     """Weight of test-time step s is this to the power s."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of the target's distribution; below 1 sharpens it towards greedy decoding."""
@@ -62,6 +62,8 @@ class MachineOptions(Section):
     """flex: flex_attention (CUDA); eager: exact in plain torch (anywhere). auto: by device."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on CUDA."""
+    graphs: Literal["auto", "off"] = "auto"
+    """auto: replay each pack's work as one CUDA graph where code is compiled; off: queue its kernels one by one."""
     parallel: Literal["replicate", "shard"] = "replicate"
     """With several workers: replicate the drafter on each (DDP), or shard its weights, gradients and optimizer over them (FSDP2)."""
 

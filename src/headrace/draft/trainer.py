@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headrace.draft.data import Packs
 from headrace.draft.gauges import Gauge
+from headrace.draft.graphed import GraphedLoss
 from headrace.draft.metrics import Accuracy
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.objective import COUNTERS, Objective
@@ -38,6 +39,8 @@ class Machine:
     bfloat16: bool
     attention: str
     compiled: bool
+    graphs: bool = False
+    """Record a pack's work as a CUDA graph. Needs compiled code, which pads packs to one size, and no host in between."""
 
     @classmethod
     def settle(cls, options: MachineOptions, device: torch.device) -> Machine:
@@ -47,9 +50,9 @@ class Machine:
         if attention == "flex" and not cuda:
             raise ConfigError("flex attention has no backward pass on a CPU; set --machine.attention eager")
         bfloat16 = cuda if options.precision == "auto" else options.precision == "bfloat16"
-        return cls(
-            device, bfloat16, attention, cuda if options.compile == "auto" else options.compile == "on"
-        )
+        compiled = cuda if options.compile == "auto" else options.compile == "on"
+        graphs = cuda and compiled and attention == "flex" and options.graphs == "auto"
+        return cls(device, bfloat16, attention, compiled, graphs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +133,11 @@ class Trainer:
             1, math.ceil(packs.per_epoch() * options.epochs / options.packs_per_step)
         )
         self.optimizers = Optimizers(model, options.optim, self.total_steps)
+        self.graphed = (
+            GraphedLoss(self.loss_of, self.optimizers.parameters, 1 / options.packs_per_step)
+            if machine.graphs and not self.sharded
+            else None
+        )
         self.average = (
             Average(self.optimizers.parameters, options.optim.average) if options.optim.average else None
         )
@@ -182,9 +190,7 @@ class Trainer:
                 raise TrainingError("the training packs ended before the last step; give packs without end")
             self.gauge.count(pack)
             with self.gauge.working():
-                loss, sums, counts = self.loss_of(pack)
-                (loss / self.options.packs_per_step).backward()
-                window.add(sums, counts, pack.tokens)
+                window.add(*self.add_gradients(pack), pack.tokens)
         with self.gauge.working():
             if not self.sharded:  # shards are summed as they are made
                 self.workers.sum_(*[p.grad for p in self.optimizers.parameters if p.grad is not None])
@@ -192,6 +198,14 @@ class Trainer:
             if self.average is not None:
                 self.average.update(self.step)
         return rate, norm
+
+    def add_gradients(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Run one pack forward and backward, adding to the gradients of this update; its per-step sums and counts."""
+        if self.graphed is not None:
+            return self.graphed(pack)
+        loss, sums, counts = self.loss_of(pack)
+        (loss / self.options.packs_per_step).backward()
+        return sums, counts
 
     def _require_finite(self, accuracy: Accuracy, norm: Tensor) -> None:
         if not math.isfinite(float(norm)) or not all(map(math.isfinite, accuracy.losses)):

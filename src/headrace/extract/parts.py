@@ -29,12 +29,12 @@ def make_writer(
         codec=codec,
         final_positions=config.final_positions,
         provenance={"engine": checks.engine_provenance(engine), "headrace": __version__},
-        # Zero states are judged by check_capture, tap by tap: at boundary 0 they are legitimate.
+        # check_capture has judged every value, zero states tap by tap: at boundary 0 they are legitimate.
         options=WriterOptions(
+            checked_values=True,
             shard_bytes=int(config.shard_bytes),
             shard_seconds=60 * config.seal_minutes,
             queue_bytes=_queue_bytes(config),
-            allow_zeros=True,
             trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
         ),
     )

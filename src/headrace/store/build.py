@@ -146,9 +146,7 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self._memory = memoryview(
-            np.empty(size, np.uint8).data
-        )  # the system gives pages when they are first written
+        self._memory = np.empty(size, np.uint8)  # the system gives pages when they are first written
         self._used = 0
 
     def keep(self, buffers: list[Buffer]) -> list[Buffer]:
@@ -160,10 +158,10 @@ class Arena:
         self._used += size
         at = 0
         for buffer in buffers:
-            flat = memoryview(buffer).cast("B")
-            place[at : at + len(flat)] = flat
+            flat = np.frombuffer(buffer, np.uint8)
+            place[at : at + len(flat)] = flat  # by numpy, which lets other threads run meanwhile
             at += len(flat)
-        return [place]
+        return [place.data]
 
     def clear(self) -> None:
         """Forget everything; what ``keep`` returned must not be used any more."""

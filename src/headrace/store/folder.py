@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from headrace.errors import GoneError, StorageFullError, StoreError
-from headrace.files import atomic_write, fsync_folder
+from headrace.files import atomic_write, fsync_folder, write_through
 from headrace.remote import is_url, tidy
 
 if TYPE_CHECKING:
@@ -205,8 +205,7 @@ class LocalFolder:
     def put_shard(self, name: str, buffers: Iterable[Buffer], size: int) -> None:
         try:
             with atomic_write(self.shard_path(name)) as file:
-                for buffer in buffers:
-                    file.write(buffer)
+                write_through(file, buffers)
         except StorageFullError:
             raise
         except OSError as exc:

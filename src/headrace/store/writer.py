@@ -49,12 +49,14 @@ class WriterOptions(Section):
     """Captures at which a shard is sealed."""
     shard_seconds: float = 120.0
     """Age at which a shard is sealed although it is small, so that a kill costs a slow engine at most this much work."""
-    workers: int = 2
-    """Encoder threads."""
+    workers: int = 0
+    """Encoder threads; 0: half of the cores, two at least and eight at most."""
     queue_bytes: int = 256 << 20
     """States waiting for an encoder at most; ``add`` blocks beyond it."""
     allow_zeros: bool = False
     """Accept states that are all zero; otherwise they are taken for a buffer that was never filled."""
+    checked_values: bool = False
+    """The caller has looked at every value for NaN, infinities and zeros; a second look would halve what one thread can add."""
     trust_bytes: int = 2 << 30
     """Payload checked when an existing store is opened: all of a smaller store, a random sample of a larger one. What is
     broken is set aside and captured again."""
@@ -108,7 +110,8 @@ class StoreWriter:
         self._sequence = 0
         self._failed: Exception | None = None
         self._closed = False
-        self._encoders = ThreadPoolExecutor(self.options.workers, "headrace-encode")
+        workers = self.options.workers or min(8, max(2, (os.cpu_count() or 1) // 2))
+        self._encoders = ThreadPoolExecutor(workers, "headrace-encode")
         self._sealer = ThreadPoolExecutor(1, "headrace-seal")
 
     def _open(self, codec: str | None, final_positions: FinalPositions | None) -> Dataset:
@@ -223,6 +226,8 @@ class StoreWriter:
                 f"{list(shape)} on cpu; the engine's answer does not fit the row"
             )
         bits = bits_of(states.contiguous())
+        if self.options.checked_values:
+            return bits
         shared = len(row) - shape[1]
         for index, tap in enumerate(self.spec.taps):
             keep = kept_positions(row.mask, tap, self.dataset.final_positions)

@@ -59,6 +59,14 @@ class TorchCpuPlatform(SRTPlatform):  # type: ignore[misc]
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        from torch.profiler import ProfilerActivity
+
+        return ProfilerActivity.CPU
+
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"
 

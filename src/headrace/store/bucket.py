@@ -26,6 +26,8 @@ HEAD_BYTES = 65_536
 """Read when a shard is opened, with its size, in one request: what most tables fit in."""
 UPLOADS = 12
 """Parts of one shard on their way at a time: obstore's own number."""
+PIECE_BYTES = 256 << 10
+"""Buffers smaller than this are joined before they go up."""
 
 
 class RemoteFile:
@@ -165,13 +167,13 @@ class RemoteFolder:
         path = f"{SHARDS}/{name}"
         url = self._url(path)
         multipart = size > PART_BYTES
-        parts = _parts(buffers, PART_BYTES)
+        pieces = _pieces(buffers, PIECE_BYTES)
         try:
             with told("write", url):
                 obstore.put(
                     self._bucket,
                     path,
-                    parts if multipart else b"".join(parts),
+                    pieces if multipart else b"".join(pieces),
                     use_multipart=multipart,
                     chunk_size=PART_BYTES,
                     max_concurrency=UPLOADS,
@@ -202,17 +204,19 @@ class RemoteFolder:
         return []
 
 
-def _parts(buffers: Iterable[Buffer], size: int) -> Iterator[bytes]:
-    """The same bytes as pieces of ``size``, the last one shorter: a capture's chunks are too small to go up one by one."""
+def _pieces(buffers: Iterable[Buffer], least: int) -> Iterator[Buffer]:
+    """The same bytes, small buffers joined to pieces of ``least``: each costs a call. Large ones go up from where they lie; the
+    client cuts its parts out of them without a copy."""
     waiting: list[memoryview] = []
     have = 0
     for buffer in buffers:
         flat = memoryview(buffer).cast("B")
-        while have + len(flat) >= size:
-            cut = size - have
-            yield b"".join([*waiting, flat[:cut]])
-            flat, waiting, have = flat[cut:], [], 0
-        if len(flat):
+        if waiting and (len(flat) >= least or have >= least):
+            yield b"".join(waiting)
+            waiting, have = [], 0
+        if len(flat) >= least:
+            yield flat
+        elif len(flat):
             waiting.append(flat)
             have += len(flat)
     if waiting:

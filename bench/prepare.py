@@ -32,6 +32,7 @@ from headrace.data.readers import Chunk
 from headrace.data.rows import RowFolder
 from headrace.data.sources import find_sources
 from headrace.data.template import ChatTemplate
+from headrace.demo import cached_demo_model
 from headrace.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +40,9 @@ FLOOR = "encode the rendered text: tokenizer(texts)"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    default = Path.home() / ".cache" / "headrace" / "models" / "smollm2"
-    parser.add_argument("--model", default=str(default), help="model folder with tokenizer and template")
+    parser.add_argument(
+        "--model", default="", help="model folder with tokenizer and template (default: the demo model)"
+    )
     parser.add_argument(
         "--data", default=str(ROOT / "examples" / "data" / "conversations.jsonl"), help="conversations"
     )
@@ -148,6 +150,7 @@ class Work:
 
 def run(bench: Bench) -> None:
     records = 400 if bench.quick else bench.args.records
+    bench.args.model = bench.args.model or str(cached_demo_model())
     with tempfile.TemporaryDirectory() as folder:
         work = Work(bench.args, records, Path(folder))
         work.check()

@@ -27,6 +27,7 @@ def test_server_accepts_what_our_loop_accepts(
     offline: Callable[[str], Part],
     sglang_server: Callable[[Path], ServerProcess],
 ) -> None:
+    offline("eagle31")  # everything of our own is computed before there is a server to compute beside
     ours = offline(variant).acceptance(STEPS)
     server = sglang_server(exported(variant, "sglang"))
     try:

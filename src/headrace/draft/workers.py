@@ -6,6 +6,7 @@ Gradients are summed once, before clipping, and counts are added once: nothing i
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -91,4 +92,11 @@ def join(machine: MachineOptions) -> Workers:
         torch.cuda.set_device(device)
     if count > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_leave)
     return Workers(rank, count, device)
+
+
+def _leave() -> None:
+    """Take the group down in order: threads of it that outlive Python abort the process, which torchrun calls a failure."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -81,8 +81,8 @@ def engine_fault(ground: Ground, fault: str, seed: int) -> tuple[Path, int]:
     """Answers spoiled at random in one run in five; then the command again until it is through."""
     config = ground.config()
     count = ground.folder / f"injected-{fault}"
-    # Rows that are never answered stay in flight: at 5 % they would fill it, which is the fault "engine hangs".
-    script = random_script({fault: 0.02 if fault == "missing" else 0.05}, seed)
+    # Rows that are answered last or never stay in flight: at 5 % they would fill it, which is the fault "engine hangs".
+    script = random_script({fault: 0.02 if fault in ("missing", "late") else 0.05}, seed)
 
     def counted(key: str) -> str:
         found = script(key)
@@ -355,6 +355,7 @@ def report(
     comparison = compare_store(store, rows)
     lost, wrong = len(comparison.lost), len(comparison.wrong) + len(comparison.strange)
     bench.row(fault=name, injected=times, lost=lost, wrong=wrong, seconds=round(seconds, 1), note="")
+    print(f"{name}: {times} injected, {lost} lost, {wrong} wrong", flush=True)
     shutil.rmtree(store)
     return lost, wrong
 

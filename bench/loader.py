@@ -24,7 +24,6 @@ import torch
 import common
 import train
 from headrace.draft.data import Placing, StorePacks
-from headrace.draft.metrics import Accuracy
 from headrace.draft.trainer import Machine, Trainer
 from headrace.draft.workers import Workers
 from headrace.store import Store, StoreWriter
@@ -100,31 +99,16 @@ def deliver(args: argparse.Namespace, store: Store, machine: Machine) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-class Watch:
-    """Rates and shares that the trainer reports."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.busy: list[float] = []
-
-    def trained(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
-        self.rates.append(extra["tokens_per_second"])
-        self.busy.append(extra.get("gpu_busy", 0.0))
-
-    def validate(self, step: int) -> None: ...
-
-    def checkpoint(self, step: int, last: bool) -> None: ...
-
-
 def eat(args: argparse.Namespace, store: Store, machine: Machine) -> tuple[float, float]:
     """Tokens a second and busy share of training from ``store``; the first third, which compiles, is left out."""
     packs = packs_of(args, store, machine, epochs=None)
     model, teacher, options = train.parts(args, machine)
     options = options.model_copy(update={"max_steps": args.updates * 12, "log_every": args.updates})
-    watch = Watch()
+    watch = train.Watch()
     Trainer(model, teacher, packs, options, machine, Workers()).run(watch)
-    part = slice(len(watch.rates) // 3, None)
-    return statistics.median(watch.rates[part]), statistics.median(watch.busy[part])
+    part = slice(len(watch.reports) // 3, None)
+    rates, busy = watch.all("tokens_per_second"), watch.all("gpu_busy")
+    return statistics.median(rates[part]), statistics.median(busy[part])
 
 
 def run(bench: common.Bench) -> None:

@@ -20,6 +20,7 @@ import torch
 
 import common
 from headrace.draft.data import Document, MemoryPacks, Placing
+from headrace.draft.metrics import Accuracy
 from headrace.draft.model import Eagle3Draft
 from headrace.draft.options import TrainOptions
 from headrace.draft.setup import place_model
@@ -103,6 +104,24 @@ def parts(args: argparse.Namespace, machine: Machine) -> tuple[Eagle3Draft, Teac
         {"ttt_steps": args.steps, "max_steps": 10**9, "optim": {"kind": args.optimizer}}
     )
     return model, teacher, options
+
+
+class Watch:
+    """What the training loop reports, line by line; nothing is validated or saved."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, float]] = []
+
+    def trained(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
+        self.reports.append(extra)
+
+    def validate(self, step: int) -> None: ...
+
+    def checkpoint(self, step: int, last: bool) -> None: ...
+
+    def all(self, name: str) -> list[float]:
+        """One figure of every report; 0 where it is not measured, as on a CPU."""
+        return [report.get(name, 0.0) for report in self.reports]
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------

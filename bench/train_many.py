@@ -25,7 +25,6 @@ import torch
 import common
 import train
 from headrace.draft.data import MemoryPacks, Placing
-from headrace.draft.metrics import Accuracy
 from headrace.draft.options import MachineOptions
 from headrace.draft.trainer import Machine, Trainer
 from headrace.draft.ttt import Pack
@@ -61,22 +60,6 @@ class Dealt:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Watch:
-    """Gradient norms and rates, update by update."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.rates: list[float] = []
-
-    def trained(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
-        self.norms.append(extra["gradient_norm"])
-        self.rates.append(extra["tokens_per_second"])
-
-    def validate(self, step: int) -> None: ...
-
-    def checkpoint(self, step: int, last: bool) -> None: ...
-
-
 def child(args: argparse.Namespace) -> None:
     """One worker: the same drafter and documents as every other, its share of the packs."""
     workers = join(MachineOptions())
@@ -95,19 +78,21 @@ def child(args: argparse.Namespace) -> None:
             "machine": MachineOptions(parallel=args.child),
         }
     )
-    watch = Watch()
+    watch = train.Watch()
     trainer = Trainer(model, teacher, packs, options, machine, workers)
     trainer.run(watch)
     # Timed apart from the comparison, and logged seldom: a log line waits for the device.
     trainer.options = options.model_copy(update={"log_every": args.updates})
     trainer.total_steps = COMPARED + args.updates * (args.repeats + 1)
-    timed = Watch()
+    timed = train.Watch()
     trainer.run(timed)
     if workers.first:
-        memory = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        print(
-            MARK + json.dumps({"norms": watch.norms, "rates": timed.rates[1:], "memory": memory}), flush=True
-        )
+        found = {
+            "norms": watch.all("gradient_norm"),
+            "rates": timed.all("tokens_per_second")[1:],
+            "memory": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        }
+        print(MARK + json.dumps(found), flush=True)
 
 
 def start(args: argparse.Namespace, workers: int, parallel: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,9 @@ import numpy as np
 from common import Bench, interleaved, main
 from headrace.engines import Engine, open_engine
 from headrace.engines.config import ServeConfig
+from headrace.extract.config import ExtractConfig
+from headrace.extract.run import run_extraction
+from headrace.files import atomic_write, write_through
 from headrace.target import Target
 from headrace.testing.envs import engine_env
 from headrace.testing.servers import QUIET, ServerProcess, free_port, sglang_capture_server
@@ -94,6 +99,32 @@ def capture_all(engine: Engine, rows: list[Row]) -> None:
     """Every row captured and verified."""
     results = list(engine.capture(iter(rows)))
     assert len(results) == len(rows) and all(isinstance(result, Capture) for result in results)
+
+
+def extract_all(config: ExtractConfig, engine: Engine | None = None) -> tuple[float, dict[str, Any]]:
+    """The whole of ``headrace extract`` into a new store: seconds from the first row sent to the last shard durable (what comes
+    before it, checks and a few trial rows, a run of hours does not notice), and the run's figures."""
+    shutil.rmtree(config.out, ignore_errors=True)
+    began = 0.0
+
+    def say(line: str) -> None:
+        nonlocal began
+        if line.startswith("extracting "):
+            began = time.perf_counter()
+
+    result = run_extraction(config, say, engine).done()
+    return time.perf_counter() - began, result
+
+
+def write_alone(folder: Path, size: int) -> float:
+    """Seconds in which the disk takes ``size`` bytes the way shards are written: one thread, synced."""
+    piece = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
+    began = time.perf_counter()
+    with atomic_write(folder / "alone") as file:
+        write_through(file, (piece.data for _ in range(max(1, size // len(piece)))))
+    seconds = time.perf_counter() - began
+    (folder / "alone").unlink()
+    return seconds
 
 
 def json_path(url: str, rows: list[Row]) -> None:

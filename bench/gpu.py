@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -27,13 +26,12 @@ import numpy as np
 import torch
 
 from common import Bench, interleaved, main
-from engine_cpu import capture_all, json_path, post_all
+from engine_cpu import capture_all, extract_all, json_path, post_all, write_alone
 from gpu_trace import trace
 from headrace.data.rows import RowWriter
 from headrace.engines import Engine, open_engine
 from headrace.engines.config import ServeConfig
 from headrace.extract.config import ExtractConfig
-from headrace.extract.run import extract
 from headrace.target import Target
 from headrace.testing.engine import row_error
 from headrace.testing.models import make_tiny_model
@@ -248,6 +246,7 @@ class Turns:
         self.radix = radix
         self.spec = target.spec("eagle3", dtype="bfloat16")
         self.tokens = sum(map(len, rows))
+        self.bytes_stored = 0
         self._engine: Engine | None = None
 
     def ways(self) -> dict[str, Callable[[], object]]:
@@ -284,7 +283,7 @@ class Turns:
     def capture(self) -> None:
         # Opened once, as a run of days opens it once; extract below opens its own, every time.
         if self._engine is None:
-            options = {"url": [self.capturing], "reference": "none", "tokens_in_flight": self.tokens}
+            options = {"url": [self.capturing], "reference": "none"}
             self._engine = open_engine("sglang", self.target, self.spec, options)
         capture_all(self._engine, self.rows)
 
@@ -292,15 +291,15 @@ class Turns:
         if self._engine is not None:
             self._engine.close()
 
-    def extract(self) -> None:
-        out = self.disk / "store"
-        shutil.rmtree(out, ignore_errors=True)
+    def extract(self) -> float:
         config = ExtractConfig(
-            rows=self.disk / "rows", model=str(self.target.path), out=out, engine="sglang", url=[self.capturing],
-            dtype="bfloat16", skip_preflight=True, engine_options={"reference": "none", "tokens_in_flight": self.tokens},
+            rows=self.disk / "rows", model=str(self.target.path), out=self.disk / "store", engine="sglang", url=[self.capturing],
+            dtype="bfloat16", skip_preflight=True, engine_options={"reference": "none"},
         )  # fmt: skip
-        result = extract(config, lambda _: None)
+        seconds, result = extract_all(config)
         assert result["captures"] == len(self.rows)
+        self.bytes_stored = result["bytes_stored"]
+        return seconds
 
 
 def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) -> None:
@@ -318,6 +317,16 @@ def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) 
             least=min(ratios), most=max(ratios), gb_per_s=rate * turns.spec.bytes_per_token / 1e9 if states else 0.0,
         )  # fmt: skip
         print(json.dumps(bench.rows[-1]), flush=True)
+    seconds = sorted(write_alone(turns.disk, turns.bytes_stored) for _ in range(3))
+    alone = {
+        name: turns.tokens / seconds[index] for index, name in enumerate(("most", "tokens_per_s", "least"))
+    }
+    bench.row(
+        shape=shape, variant=variant, path="the disk alone, as many bytes as the shards", repeats=3, tokens_per_s=alone["tokens_per_s"],
+        of_plain=alone["tokens_per_s"] * base / turns.tokens, least=alone["least"] * base / turns.tokens,
+        most=alone["most"] * base / turns.tokens, gb_per_s=turns.bytes_stored / seconds[1] / 1e9,
+    )  # fmt: skip
+    print(json.dumps(bench.rows[-1]), flush=True)
     for name, least in TARGETS.items():
         share = base / timings[name].median
         bench.target(f"{name}, share of plain prefill ({shape}, {variant})", share, least, share >= least)

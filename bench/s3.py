@@ -23,9 +23,9 @@ import obstore
 import torch
 
 from common import Bench, interleaved, main
+from headrace.bits import bits_of
 from headrace.remote import open_bucket
 from headrace.store import Store, StoreWriter
-from headrace.store.arrays import bits_of
 from headrace.store.bucket import RemoteFolder
 from headrace.store.build import ShardBuilder, encode_capture
 from headrace.store.cache import Cache

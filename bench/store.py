@@ -27,9 +27,9 @@ import torch
 import xxhash
 
 from common import ROOT, Bench, main
+from headrace.bits import Bits, bits_of, first_bad_row
 from headrace.demo import cached_demo_model
 from headrace.store import Store, StoreWriter
-from headrace.store.arrays import Bits, bits_of, first_bad_row
 from headrace.store.codecs import Codec, chunk_rows, open_codec
 from headrace.store.index import Index, ShardRow
 from headrace.types import CaptureSpec, Row, Tap

@@ -48,15 +48,20 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_through(file: IO[bytes], buffers: Iterable[bytes | memoryview]) -> None:
-    """Write ``buffers``, and have the disk begin while more is written: a sync at the end would find it idle until then."""
-    begun = at = file.tell()
+    """Write ``buffers``, and have the disk begin while more is written: a sync at the end would find it idle until then.
+
+    What has reached the disk leaves the system's cache of files, so that the next part is written into the same pages: a
+    cache that grows by gigabytes a second is paid for with a new page of memory for each page of the file.
+    """
+    before = begun = at = file.tell()
     for buffer in buffers:
         at += file.write(buffer)
         if at - begun >= WRITE_AHEAD and hasattr(os, "posix_fadvise"):
             file.flush()
-            # Not needed in memory: Linux then starts to write what is not on the disk yet, and does not wait for it.
-            os.posix_fadvise(file.fileno(), begun, at - begun, os.POSIX_FADV_DONTNEED)
-            begun = at
+            # Not needed in memory: of this part Linux begins to write all, without waiting; the part before is on the disk
+            # by now and is dropped.
+            os.posix_fadvise(file.fileno(), before, at - before, os.POSIX_FADV_DONTNEED)
+            before, begun = begun, at
 
 
 def fsync_folder(folder: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from headrace.memory import MemoryPool
+from headrace.sglang_plugin import stagedfile
 from headrace.sglang_plugin.stagedfile import HEADER_BYTES, Layout, StagedFileError, read_staged
 from headrace.sglang_plugin.writer import Piece, StagedCapture, Writers
 
@@ -95,6 +100,107 @@ def test_rows_in_no_segment_are_noticed(tmp_path: Path) -> None:
     capture = write_capture(tmp_path / "me-1.safetensors", states, ids, [(0, 4), (6, 10)])
     with pytest.raises(StagedFileError, match="no segment"):
         read_staged(capture.path, capture.seal, capture.size)
+
+
+# --- the memory it is read into ---------------------------------------------------------------------------------------
+
+
+class Lender:
+    """Lends memory that somebody has used before, and remembers it; ``meanwhile`` is done after the file was opened."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.lent: list[np.ndarray] = []
+        self.meanwhile = meanwhile
+
+    def lend(self, size: int) -> np.ndarray:
+        self.meanwhile()
+        self.lent.append(np.full(size, 0xA5, np.uint8))
+        return self.lent[-1]
+
+
+def test_it_is_read_into_the_memory_given(staged: tuple[StagedCapture, torch.Tensor, torch.Tensor]) -> None:
+    capture, states, ids = staged
+    lender = Lender()
+    file = read_staged(capture.path, capture.seal, capture.size, lender.lend)
+    (content,) = lender.lent
+    assert content.tobytes() == capture.path.read_bytes()
+    assert (
+        file.states.ctypes.data == content.ctypes.data + HEADER_BYTES + 8 * 20 and file.states.flags.writeable
+    )
+    got = torch.from_numpy(file.states).view(torch.bfloat16).view(3, 20, 8)
+    assert torch.equal(got, states)
+    np.testing.assert_array_equal(file.ids, ids.numpy())
+    assert not np.shares_memory(file.ids, content), "ids are small and outlive the states"
+
+
+def test_a_pools_memory_comes_back_with_the_states(
+    staged: tuple[StagedCapture, torch.Tensor, torch.Tensor],
+) -> None:
+    capture, states, _ = staged
+    pool = MemoryPool(4 << 20)
+    file = read_staged(capture.path, capture.seal, capture.size, pool.lend)
+    got, ids = torch.from_numpy(file.states).view(torch.bfloat16).view(3, 20, 8), file.ids
+    del file
+    assert torch.equal(got, states) and pool.used > 0
+    del got
+    assert pool.used == 0 and len(ids) == 20
+    with pytest.raises(StagedFileError, match="seal"):
+        read_staged(capture.path, "0" * 16, capture.size, pool.lend)
+    assert pool.used == 0, "nor is it kept when the file is refused"
+
+
+def test_what_a_read_leaves_is_read_by_the_next(
+    staged: tuple[StagedCapture, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads 2 GiB at a time at most, network file systems less."""
+
+    class Halting(io.FileIO):
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            return super().readinto(memoryview(buffer)[:1000]) or 0
+
+    monkeypatch.setattr(stagedfile, "open", lambda path, mode, buffering: Halting(path, mode), raising=False)
+    capture, states, _ = staged
+    file = read_staged(capture.path, capture.seal, capture.size, Lender().lend)
+    assert torch.equal(torch.from_numpy(file.states).view(torch.bfloat16).view(3, 20, 8), states)
+
+
+@pytest.mark.parametrize("by", [-10_000, -8, -1, 1, 8])
+def test_a_file_of_another_size_is_refused_before_memory_is_taken(
+    staged: tuple[StagedCapture, torch.Tensor, torch.Tensor], by: int
+) -> None:
+    capture, _, _ = staged
+    size = max(0, capture.size + by)
+    os.truncate(capture.path, size)
+    lender = Lender()
+    with pytest.raises(StagedFileError, match=f"has {size} bytes, the server announced {capture.size}"):
+        read_staged(capture.path, capture.seal, capture.size, lender.lend)
+    assert not lender.lent
+
+
+@pytest.mark.parametrize("left", [0, 1, HEADER_BYTES, HEADER_BYTES + 200])
+def test_a_file_that_shrinks_while_it_is_read_is_refused(
+    staged: tuple[StagedCapture, torch.Tensor, torch.Tensor], left: int
+) -> None:
+    """What was in the memory before is not taken for the rest."""
+    capture, _, _ = staged
+    lender = Lender(lambda: os.truncate(capture.path, left))
+    with pytest.raises(StagedFileError, match=f"ends after {left} of {capture.size} bytes"):
+        read_staged(capture.path, capture.seal, capture.size, lender.lend)
+
+
+def test_a_file_that_is_gone_says_so(staged: tuple[StagedCapture, torch.Tensor, torch.Tensor]) -> None:
+    capture, states, _ = staged
+    file = read_staged(capture.path, capture.seal, capture.size, Lender(capture.path.unlink).lend)
+    assert torch.equal(torch.from_numpy(file.states).view(torch.bfloat16).view(3, 20, 8), states), (
+        "it was open"
+    )
+    lender = Lender()
+    with pytest.raises(FileNotFoundError):
+        read_staged(capture.path, capture.seal, capture.size, lender.lend)
+    assert not lender.lent
+
+
+# --- while it is written ----------------------------------------------------------------------------------------------
 
 
 def test_part_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.bits import bits_of
 from headrace.errors import CorruptError, InputError, StoreError
 from headrace.store import Parent, Store, StoreWriter, WriterOptions
-from headrace.store.arrays import bits_of
 from headrace.store.build import ShardBuilder, encode_capture
 from headrace.store.check import check_store
 from headrace.store.codecs import open_codec

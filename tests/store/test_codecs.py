@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.bits import bits_of, first_bad_row, magnitudes, tensor_of
 from headrace.errors import ConfigError
-from headrace.store.arrays import bits_of, first_bad_row, magnitudes, tensor_of
 from headrace.store.codecs import CODECS, Fp8, Planes, Raw, chunk_rows, default_codec, open_codec
 from headrace.testing.store import CodecTests, bit_arrays, decode, encode
 

@@ -13,9 +13,9 @@ import xxhash
 from hypothesis import given
 from safetensors import safe_open
 
+from headrace.bits import bits_of
 from headrace.errors import CorruptError, HeadraceError
 from headrace.store import Store, StoreWriter
-from headrace.store.arrays import bits_of
 from headrace.store.build import ShardBuilder, encode_capture
 from headrace.store.codecs import open_codec
 from headrace.store.dataset import Dataset

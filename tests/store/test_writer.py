@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import io
+import mmap
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
+from headrace import files
+from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StorageFullError, StoreError
+from headrace.files import write_through
+from headrace.memory import shared_pool
 from headrace.store import Store, StoreWriter, WriterOptions
+from headrace.store import writer as writer_module
 from headrace.store.check import check_store
 from headrace.store.folder import LocalFolder, new_shard_name, place
 from headrace.testing.store import make_row, make_spec, make_states, same_bits, shard_files, write_store
@@ -298,6 +310,215 @@ def test_provenance_is_kept_by_store_and_shard(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
     assert store.provenance == {"engine": "x", "version": 0}
     assert store_info(store)["sessions"] == [{"engine": "x", "version": 0}, {"engine": "x", "version": 1}]
+
+
+# --- towards the end --------------------------------------------------------------------------------------------------
+
+MANY = [make_row(seed, 50) for seed in range(120)]
+STATES_BYTES = 50 * SPEC.bytes_per_token
+ENCODED_BYTES = 4 * (50 * 32 + 24) + 5 * 50 + 64  # by codec raw: states, and their tables
+SHARD_BYTES, SMALL_SHARD = 20 * ENCODED_BYTES, 3 * ENCODED_BYTES
+
+
+def captures_of_shards(
+    path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[int | None], shard_bytes: int = SHARD_BYTES
+) -> list[int]:
+    """Write MANY, telling the writer to ``expect`` so much before each part of them; how many each shard got."""
+    monkeypatch.setattr(writer_module, "SMALL_SHARD", SMALL_SHARD)
+    with StoreWriter(path, SPEC, codec="raw", shard_bytes=shard_bytes) as writer:
+        for number, row in enumerate(MANY):
+            part, first = divmod(number, len(MANY) // len(expected))
+            if not first and (states_bytes := expected[part]) is not None:
+                writer.expect(states_bytes)
+            assert add(writer, row)
+    store = Store.open(path)
+    assert len(store) == len(MANY) and check_store(LocalFolder(path)).ok
+    assert all(same_bits(store[row.key].states, make_states(row, SPEC)) for row in MANY)
+    counts = np.bincount(store.index.shard, minlength=len(shard_files(path))).tolist()
+    assert len(counts) == len(shard_files(path)) and sum(counts) == len(MANY)
+    return list(counts)
+
+
+def test_without_a_word_of_what_comes_all_shards_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert captures_of_shards(tmp_path / "s", monkeypatch, [None]) == [20] * 6
+
+
+def test_the_last_shards_get_smaller_and_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that hardly anything is left to write when the last state has come."""
+    counts = captures_of_shards(tmp_path / "s", monkeypatch, [len(MANY) * STATES_BYTES])
+    assert counts[:2] == [20, 20], "as long as much is to come"
+    assert counts == sorted(counts, reverse=True)
+    for index, count in enumerate(counts[:-1]):
+        to_come = sum(counts[index:])
+        assert count <= max(to_come / 2, SMALL_SHARD // ENCODED_BYTES)
+        assert (count + 1) * ENCODED_BYTES > SMALL_SHARD, "none but the last is smaller than a small one"
+    assert counts[-1] <= 3 and len(counts) <= 14
+    assert 20 > counts[3] > counts[4] > counts[5] > 3, "by and by"
+
+
+def test_what_is_small_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that were to be smaller than a small one are not made larger."""
+    total = len(MANY) * STATES_BYTES
+    counts = captures_of_shards(tmp_path / "s", monkeypatch, [total], shard_bytes=2 * ENCODED_BYTES)
+    assert counts == [2] * 60
+
+
+@pytest.mark.parametrize(
+    ("expected", "least"),
+    [
+        ([0], 3),
+        ([-1], 3),
+        ([STATES_BYTES], 3),
+        ([len(MANY) * STATES_BYTES // 3], 3),
+        ([len(MANY) * STATES_BYTES * 10], 20),
+        ([None, 60 * STATES_BYTES], 3),
+        ([10 * STATES_BYTES, 60 * STATES_BYTES], 3),
+    ],
+    ids=["nothing", "less", "one", "a third", "ten times", "said late", "corrected"],
+)
+def test_a_wrong_guess_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[int | None], least: int
+) -> None:
+    """Nor makes splinters: of one too low no shard is smaller than a small one, of one too high all are full."""
+    counts = captures_of_shards(tmp_path / "s", monkeypatch, expected)
+    assert max(counts) <= 20 and least <= min(counts[:-1])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def pool_used() -> int:
+    gc.collect()
+    return shared_pool().used
+
+
+def test_a_closed_writer_holds_no_memory(tmp_path: Path) -> None:
+    """Also one that somebody still refers to."""
+    before = pool_used()
+    writer = StoreWriter(tmp_path / "s", SPEC, shard_bytes=1 << 20)
+    assert pool_used() == before + (2 << 20), "one shard being filled, one being written"
+    for row in MANY[:10]:
+        add(writer, row)
+    writer.seal()
+    for row in MANY[10:20]:
+        add(writer, row)
+    writer.close()
+    assert pool_used() == before
+    writer.close()
+    again = StoreWriter(tmp_path / "s", SPEC, shard_bytes=1 << 20)
+    assert again.done == writer.done and not add(again, MANY[19])
+    again.close()
+    assert pool_used() == before
+
+
+def test_a_writer_that_failed_holds_no_memory_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageFullError(28, "full")
+
+    before = pool_used()
+    monkeypatch.setattr(writer_module, "write_shard", refuse)
+    writer = StoreWriter(tmp_path / "s", SPEC, shard_bytes=1 << 20)
+    for row in MANY[:10]:
+        add(writer, row)
+    with pytest.raises(StorageFullError):
+        writer.close()
+    del writer
+    assert pool_used() == before
+
+
+# --- while a shard is written -----------------------------------------------------------------------------------------
+
+
+def pieces(sizes: list[int]) -> list[bytes | memoryview]:
+    """Buffers of ``sizes``, all different, of both kinds in turn."""
+    random = np.random.default_rng(len(sizes))
+    arrays = [random.integers(0, 256, size, np.uint8) for size in sizes]
+    return [array.data if index % 2 else array.tobytes() for index, array in enumerate(arrays)]
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 200), st.integers(62, 66)), max_size=40),
+    st.integers(0, 70),
+)
+def test_each_byte_is_written_and_let_go_of_twice_at_most(sizes: list[int], before: int) -> None:
+    """Once to have the disk begin, once when it is there."""
+    calls: list[tuple[int, int, int]] = []
+
+    def fadvise(fd: int, start: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        calls.append((start, start + length, os.fstat(fd).st_size))
+
+    buffers = pieces(sizes)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as file:
+        patch.setattr(files, "WRITE_AHEAD", 64)
+        patch.setattr(os, "posix_fadvise", fadvise, raising=False)
+        file.write(b"x" * before)
+        write_through(file, buffers)
+        file.seek(0)
+        assert file.read() == b"x" * before + b"".join(buffers)
+    end = before + sum(sizes)
+    times = np.zeros(end + 1, np.int64)
+    for start, stop, there in calls:
+        assert before <= start < stop <= there <= end, "only what has been handed to the system"
+        times[start:stop] += 1
+    assert times.max() <= 2
+    assert len(calls) <= (end - before) // 64
+    asked = max((stop for _, stop, _ in calls), default=before)
+    assert end - asked < 64, "the disk has less than a part still to begin with"
+    if calls:
+        assert (times[before : calls[-1][0]] == 2).all() and (times[calls[-1][0] : asked] >= 1).all()
+
+
+def test_a_system_without_advice_is_written_to_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WRITE_AHEAD", 64)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    file, buffers = io.BytesIO(), pieces([100, 3, 77])
+    write_through(file, buffers)
+    assert file.getvalue() == b"".join(buffers)
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file the system holds in memory."""
+    size, libc = path.stat().st_size, ctypes.CDLL(None, use_errno=True)
+    seen = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        start = np.frombuffer(mapped, np.uint8).ctypes.data
+        failed = libc.mincore(
+            ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_void_p(seen.ctypes.data)
+        )
+    assert not failed, os.strerror(ctypes.get_errno())
+    return int((seen & 1).sum()) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says what it caches and drops what it is told to"
+)
+def test_what_is_on_the_disk_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk as fast as the writer: each part is there before the next is written."""
+    part, path, plain = 2 << 20, tmp_path / "through", tmp_path / "plain"
+    data = np.random.default_rng(0).integers(0, 256, 8 * part, np.uint8)
+    with plain.open("wb") as file:
+        file.write(data.data)
+        os.fdatasync(file.fileno())
+        held = cached_bytes(plain)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if held < 7 * part or cached_bytes(plain) > part:
+        pytest.skip("this file system keeps all or nothing in memory")
+    monkeypatch.setattr(files, "WRITE_AHEAD", part)
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, len(data), part // 4):
+            if start % part == 0:
+                os.fdatasync(file.fileno())
+            yield data[start : start + part // 4].data
+
+    with path.open("wb") as file:
+        write_through(file, parts())
+        os.fsync(file.fileno())
+    assert cached_bytes(path) <= 2 * part, f"of {len(data)} bytes"
+    assert path.read_bytes() == data.tobytes()
 
 
 # --- leftovers --------------------------------------------------------------------------------------------------------

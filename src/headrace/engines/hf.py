@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,7 @@ class HfEngine(Engine):
         self.batch_tokens = options.batch_tokens or (16384 if self.device.type == "cuda" else 2048)
         self.window_tokens = options.window * self.batch_tokens
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._taps = ResidualTaps(model, spec.num_layers, spec.taps, final_normed=spec.final_normed)
         self.packed = self._choose_packing(options)
         self.info = EngineInfo(
             name="hf",
@@ -91,33 +93,32 @@ class HfEngine(Engine):
                 if (
                     self._copies is None or len(flying) > 1
                 ):  # on CUDA the next batch computes while this one is read
-                    yield from flying.popleft().captures(self.spec)
+                    yield from flying.popleft().captures()
             while flying:  # a window ends with nothing in flight: the next row may be long in coming
-                yield from flying.popleft().captures(self.spec)
+                yield from flying.popleft().captures()
 
     def _forward(self, batch: list[Row]) -> _Flying:
         documents = [torch.from_numpy(row.ids) for row in batch]
         inputs = packing.pack(documents, self.device) if self.packed else _pad(documents, self.device)
+        places = _places(batch, inputs["input_ids"].shape[1], self.packed)
         try:
-            with (
-                torch.inference_mode(),
-                ResidualTaps(
-                    self.model, self.spec.num_layers, self.spec.taps, final_normed=self.spec.final_normed
-                ) as taps,
-            ):
+            with torch.inference_mode(), self._taps as taps:
                 self.model(**inputs, use_cache=False, logits_to_keep=1)
-                return self._fetch(batch, inputs["input_ids"], taps.stacked())
+                return self._fetch(batch, places, inputs["input_ids"].flatten(), taps.stacked().flatten(1, 2))
         except torch.OutOfMemoryError as exc:
             raise EngineError(
                 f"out of memory on {self.device} with a batch of {inputs['input_ids'].numel()} tokens; "
                 "lower the engine option batch_tokens"
             ) from exc
 
-    def _fetch(self, batch: list[Row], ids: torch.Tensor, states: torch.Tensor) -> _Flying:
-        """Start the copy of ``states`` [taps, batch, tokens, hidden] to the host."""
+    def _fetch(self, batch: list[Row], places: list[int], ids: torch.Tensor, states: torch.Tensor) -> _Flying:
+        """Start the copy of ``states`` [taps, batch * tokens, hidden] to the host, row after row from ``places`` on."""
         states = states.to(getattr(torch, self.spec.dtype))
+        spans = [slice(place, place + len(row)) for place, row in zip(places, batch, strict=True)]
         if self._copies is None:
-            return _Flying(batch, ids, states, None, self.packed)
+            return _Flying(batch, [ids[s] for s in spans], [states[:, s].clone() for s in spans], None)
+        # Every row's states side by side, on the device: whoever looks at them on the host would have to copy them else.
+        states = torch.cat([state[s] for s in spans for state in states])
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             # Pinned memory comes from torch's caching allocator, which hands a block out again only when its last
@@ -130,7 +131,11 @@ class HfEngine(Engine):
             done.record(self._copies)
         states.record_stream(self._copies)
         ids.record_stream(self._copies)
-        return _Flying(batch, host_ids, host, done, self.packed)
+        taps = len(self.spec.taps)
+        parts = host.split([taps * len(row) for row in batch])
+        return _Flying(
+            batch, [host_ids[s] for s in spans], [part.unflatten(0, (taps, -1)) for part in parts], done
+        )
 
     def _choose_packing(self, options: HfOptions) -> bool:
         """Whether to pack; with ``auto``, only after two documents packed gave what each gave alone."""
@@ -140,14 +145,14 @@ class HfEngine(Engine):
         vocabulary = min(self.target.vocab_size, 1000)
         probes = [Row.make(torch.arange(n) * 7 % vocabulary, torch.ones(n)) for n in (23, 40)]
         self.packed = False
-        alone = [self._forward([probe]).states() for probe in probes]
+        alone = [self._forward([probe]).states()[0] for probe in probes]
         self.model.config._attn_implementation = packing.register()
         self.packed = True
         try:
             together = self._forward(probes).states()
             error = max(
                 float((got.float() - want.float()).norm() / want.float().norm())
-                for got, want in zip(together.split([23, 40], dim=2), alone, strict=True)
+                for got, want in zip(together, alone, strict=True)
             )
             reason = "" if error < PACKING_TOLERANCE else f"packed states differ by {error:.2g}"
         except EngineError as exc:
@@ -165,31 +170,29 @@ class _Flying:
     """One batch whose states are on their way to the host."""
 
     batch: list[Row]
-    ids: torch.Tensor
-    host: torch.Tensor
+    ids: list[torch.Tensor]
+    """Of each row, [tokens], as the model got them."""
+    host: list[torch.Tensor]
+    """Of each row, [taps, tokens, hidden], contiguous."""
     done: torch.cuda.Event | None
-    packed: bool
 
-    def states(self) -> torch.Tensor:
-        """[taps, 1 or batch, tokens, hidden] once it has arrived."""
+    def states(self) -> list[torch.Tensor]:
+        """Those of each row, once they have arrived."""
         if self.done is not None:
             self.done.synchronize()
         return self.host
 
-    def captures(self, spec: CaptureSpec) -> Iterator[Capture]:
-        """Cut the batch into captures."""
-        states = self.states()
-        used = self.ids.cpu().numpy().astype(np.int32)
-        start = 0
-        for i, row in enumerate(self.batch):
-            line, begin = (0, start) if self.packed else (i, 0)
-            part = states[:, line, begin : begin + len(row)]
-            start += len(row)
-            yield Capture(
-                row.key,
-                used[line, begin : begin + len(row)].copy(),
-                part.clone() if self.done is None else part,
-            )
+    def captures(self) -> Iterator[Capture]:
+        """One a row."""
+        for row, states, ids in zip(self.batch, self.states(), self.ids, strict=True):
+            yield Capture(row.key, ids.cpu().numpy().astype(np.int32), states)
+
+
+def _places(batch: list[Row], width: int, packed: bool) -> list[int]:
+    """Where each row begins among the tokens of a forward, its lines of ``width`` laid end to end."""
+    if packed:
+        return [0, *itertools.accumulate(len(row) for row in batch[:-1])]
+    return [line * width for line in range(len(batch))]
 
 
 def _pad(documents: list[torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row, floats_of
 from headrace.extract.norms import tap_name
-from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
 SAMPLED = 16
@@ -37,10 +37,11 @@ def sampled_norms(states: torch.Tensor) -> np.ndarray:
     """Norms of every 16th token's states, float32 [taps, tokens / 16]; the first token, an attention sink, is not among them
     unless the row is that short."""
     first = min(SAMPLED // 2, states.shape[1] // 2)
-    norms = torch.linalg.vector_norm(states[:, first::SAMPLED], dim=-1, dtype=torch.float32)
-    norms.clamp_(max=torch.finfo(torch.float32).max)  # squares of large bf16 values overflow float32
-    values: np.ndarray = norms.numpy()
-    return values
+    sample = states[:, first::SAMPLED]
+    values = floats_of(bits_of(sample), str(sample.dtype).removeprefix("torch."))
+    with np.errstate(over="ignore"):  # squares of large bf16 values overflow float32
+        norms = np.sqrt(np.einsum("tnh,tnh->tn", values, values))
+    return np.minimum(norms, np.finfo(np.float32).max)
 
 
 def _wrong_ids(got: np.ndarray, want: np.ndarray) -> str | None:

@@ -201,6 +201,7 @@ class Extraction:
             make_writer(self.config, self.spec, self.codec, self.engine).close()
             return make_ray_pipeline(self.config, self.engine, progress, selection.tokens)
         writer = make_writer(self.config, self.spec, self.codec, self.engine)
+        writer.expect(selection.tokens * self.spec.bytes_per_token)
         self.stack.callback(lambda: None if pipeline.aborted else writer.close())
         guard = make_guard(self.config, self.spec, budget, progress, tokens=selection.tokens)
         pipeline = Pipeline(

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.bits import Bits, bits_of, tensor_of
 from headrace.errors import CaptureError, HeadraceError, Interrupted
 from headrace.extract.checks import engine_provenance
 from headrace.extract.crew import CLOSE_SECONDS, LostError, Member
@@ -30,7 +31,6 @@ from headrace.extract.progress import Progress
 from headrace.extract.ray_worker import NEVER, Order, RemoteWorker, Report, Setup
 from headrace.extract.worker import Worker
 from headrace.store import StoreWriter
-from headrace.store.arrays import Bits, bits_of, tensor_of
 from headrace.types import Failure, Row
 
 TICK = 0.1

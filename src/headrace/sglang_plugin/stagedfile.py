@@ -12,6 +12,8 @@ is the xxh3-64 of header, ids and segment table: with the digests inside the tab
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,14 +111,19 @@ class StagedFile:
     """uint8, the bytes of [taps, rows, hidden]; owned by nobody else"""
 
 
-def read_staged(path: Path, expected_seal: str, expected_size: int) -> StagedFile:
-    """Read a staged file whole into memory and verify it.
+def fresh_memory(size: int) -> np.ndarray:
+    """uint8 [size] that nobody has used."""
+    return np.empty(size, np.uint8)
+
+
+def read_staged(
+    path: Path, expected_seal: str, expected_size: int, memory: Callable[[int], np.ndarray] = fresh_memory
+) -> StagedFile:
+    """Read a staged file whole into ``memory`` (a function from a size to uint8 [size]) and verify it.
 
     Raises StagedFileError saying what disagrees, FileNotFoundError when it is gone.
     """
-    content = np.fromfile(path, dtype=np.uint8)
-    if len(content) != expected_size:
-        raise StagedFileError(f"{path.name} has {len(content)} bytes, the server announced {expected_size}")
+    content = _read(path, expected_size, memory)
     header = content[:HEADER_BYTES].tobytes()
     try:
         fields = json.loads(header[8:])
@@ -137,6 +144,22 @@ def read_staged(path: Path, expected_seal: str, expected_size: int) -> StagedFil
         raise StagedFileError(f"{path.name}: its seal is not the one the server announced")
     _check_segments(path.name, layout, states, table.tobytes())
     return StagedFile(layout, metadata, np.frombuffer(ids.tobytes(), "<i8"), states)
+
+
+def _read(path: Path, size: int, memory: Callable[[int], np.ndarray]) -> np.ndarray:
+    """The file's bytes. Raises StagedFileError unless there are ``size`` of them."""
+    with open(path, "rb", buffering=0) as file:
+        there = os.fstat(file.fileno()).st_size
+        if there != size:
+            raise StagedFileError(f"{path.name} has {there} bytes, the server announced {size}")
+        content = memory(size)
+        at = 0
+        while at < size:
+            got = file.readinto(content[at:].data)
+            if not got:
+                raise StagedFileError(f"{path.name} ends after {at} of {size} bytes")
+            at += got
+    return content
 
 
 def _check_segments(name: str, layout: Layout, states: np.ndarray, table: bytes) -> None:

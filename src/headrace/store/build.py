@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from headrace.store.arrays import Bits, tensor_of
+from headrace.bits import Bits, floats_of, tensor_of
+from headrace.memory import shared_pool
 from headrace.store.codecs import Buffer, Codec
 from headrace.store.format import (
     KEY_BYTES,
@@ -133,7 +134,8 @@ def _measure_error(block: Bits, payload: Buffer, scales: Array, codec: Codec, ou
 
 def sampled_norms(bits: Bits, dtype: str) -> Array:
     """float64: Euclidean norms of every 16th of ``bits`` [rows, hidden]."""
-    values = tensor_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).double().numpy()
+    with np.errstate(invalid="ignore"):  # NaN, where the door was told to let it in
+        values = floats_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).astype(np.float64)
     squares: Array = np.einsum("ij,ij->i", values, values)
     return np.sqrt(squares)
 
@@ -146,7 +148,7 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self._memory = np.empty(size, np.uint8)  # the system gives pages when they are first written
+        self._memory = shared_pool().lend(size)  # the system gives pages when they are first written
         self._used = 0
 
     def keep(self, buffers: list[Buffer]) -> list[Buffer]:

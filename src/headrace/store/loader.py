@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import xxhash
 
+from headrace.bits import TORCH_DTYPES
 from headrace.errors import ConfigError, SpecMismatchError
-from headrace.store.arrays import TORCH_DTYPES
 from headrace.store.format import Array
 from headrace.store.reader import Missing, Store
 from headrace.types import Capture, Tap

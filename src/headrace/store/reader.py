@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from headrace.bits import TORCH_DTYPES, Bits, bits_of, tensor_of
 from headrace.errors import CorruptError, StoreError
-from headrace.store.arrays import TORCH_DTYPES, Bits, bits_of, tensor_of
 from headrace.store.build import kept_positions
 from headrace.store.dataset import Dataset, read_dataset
 from headrace.store.folder import INDEX, Folder, open_folder

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from headrace.bits import Bits, bits_dtype
 from headrace.errors import CorruptError, HeadraceError
-from headrace.store.arrays import Bits, bits_dtype
 from headrace.store.codecs import open_codec
 from headrace.store.dataset import Dataset
 from headrace.store.folder import Source

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.bits import bits_dtype
 from headrace.errors import CorruptError
-from headrace.store.arrays import bits_dtype
 from headrace.store.build import SAMPLE_STRIDE, Encoded, Parent, ShardBuilder, TapData, sampled_norms
 from headrace.store.codecs import open_codec
 from headrace.store.shard import Shard

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.config import Section
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
-from headrace.store.arrays import TORCH_DTYPES, bits_of, first_bad_row
+from headrace.memory import shared_pool
 from headrace.store.build import Arena, Encoded, Parent, ShardBuilder, encode_capture, kept_positions
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 log = logging.getLogger(__name__)
+SMALL_SHARD = 64 << 20
+"""A shard is not made smaller than this for the sake of an early end."""
+ENCODED_SHARE = 0.7
+"""Of the bytes of states, what a lossless codec leaves of them, about."""
 
 
 class WriterOptions(Section):
@@ -108,6 +113,7 @@ class StoreWriter:
         self._opened_at = time.monotonic()
         self._sealing: tuple[Future[None], ShardBuilder] | None = None
         self._sequence = 0
+        self._expected: float | None = None
         self._failed: Exception | None = None
         self._closed = False
         workers = self.options.workers or min(8, max(2, (os.cpu_count() or 1) // 2))
@@ -146,6 +152,12 @@ class StoreWriter:
                     f"{self.name} already has taps {[t for t in taps if t in mine]}; a second pass must bring only new taps (or repeat an "
                     f"earlier pass exactly: {list(taps)})"
                 )
+
+    def expect(self, states_bytes: int) -> None:
+        """Say how many bytes of states are still to come: the last shards then get smaller and smaller, so that little is left
+        to write when the last state has come. A guess will do."""
+        with self._lock:
+            self._expected = states_bytes
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
@@ -275,13 +287,21 @@ class StoreWriter:
         future, nbytes = self._pending.popleft()
         self._queued -= nbytes
         encoded = future.result()
+        if self._expected is not None:
+            self._expected -= nbytes
         full = (
-            self._builder.nbytes + encoded.nbytes > self.shard_bytes
+            self._builder.nbytes + encoded.nbytes > self._shard_limit()
             or len(self._builder.captures) >= self.options.shard_captures
         )
         if full and self._builder.captures:
             self._start_seal()
         self._builder.append(encoded)
+
+    def _shard_limit(self) -> int:
+        """Encoded bytes at which the shard being filled is sealed: half of what is still to come, within bounds."""
+        if self._expected is None:
+            return self.shard_bytes
+        return min(self.shard_bytes, max(SMALL_SHARD, int(self._expected * ENCODED_SHARE / 2)))
 
     def _start_seal(self) -> None:
         self._finish_seal()
@@ -339,6 +359,9 @@ class StoreWriter:
                 self._closed = True
                 self._encoders.shutdown(wait=True, cancel_futures=True)
                 self._sealer.shutdown(wait=True)
+                self._arenas.clear()
+                self._builder.arena = self._sealing = None
+                shared_pool().trim()
 
     def __enter__(self) -> Self:
         return self

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.bits import bits_of
 from headrace.files import atomic_write
 from headrace.store import Store
-from headrace.store.arrays import bits_of
 from headrace.store.build import ShardBuilder, encode_capture
 from headrace.store.codecs import chunk_rows, open_codec
 from headrace.store.dataset import Dataset, create_dataset

@@ -20,9 +20,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.bits import Bits, bits_dtype, bits_of
 from headrace.engines.fake import fingerprint
 from headrace.errors import CorruptError, HeadraceError
-from headrace.store.arrays import Bits, bits_dtype, bits_of
 from headrace.store.check import check_store
 from headrace.store.codecs import Codec
 from headrace.store.folder import SHARDS, Folder

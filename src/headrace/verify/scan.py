@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headrace.store.arrays import bits_of, first_bad_row
+from headrace.bits import bits_of, first_bad_row
 from headrace.target import Target
 from headrace.types import FINAL, Capture, CaptureSpec
 from headrace.verify.faults import Fault

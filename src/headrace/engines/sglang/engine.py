@@ -19,8 +19,9 @@ from headrace.sglang_plugin.protocol import Facts
 from headrace.target import Target
 from headrace.types import FINAL, Capture, CaptureSpec, Failure, Row
 
-_FORWARDS = 4
-"""Forwards' worth of tokens kept in flight at each server, so that its scheduler never waits for the network."""
+_FORWARDS = 8
+"""Forwards' worth of tokens kept in flight at each server, so that its scheduler never waits for the network, nor for the time
+between a forward's end and its captures' release here: as much as two forwards of a large model, several of a small one."""
 _LEAST_FORWARD = 8192
 # What may change a number; everything else a server says about itself is for the doctor.
 _SETTINGS = (

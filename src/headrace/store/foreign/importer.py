@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import xxhash
 
+from headrace.bits import TORCH_DTYPES
 from headrace.errors import CaptureError, ConfigError, InputError, StoreError
-from headrace.store.arrays import TORCH_DTYPES
 from headrace.store.config import ImportConfig
 from headrace.store.foreign.base import Sample, read_manifest
 from headrace.store.foreign.layouts import open_layout

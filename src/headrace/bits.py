@@ -1,4 +1,8 @@
-"""Tensors as bit patterns: the store moves states as integers, so that NaN payloads and signed zeros survive."""
+"""Tensors as bit patterns: the store moves states as integers, so that NaN payloads and signed zeros survive.
+
+What looks at every state that passes is numpy here, not torch: torch shares an operation among threads of its own, one set for
+each of our threads that asks, and on a large host they spend more time waiting in loops than all of ours work.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,15 @@ def tensor_of(bits: Bits, dtype: str) -> torch.Tensor:
     """The inverse of :func:`bits_of`, sharing memory. ``bits`` must be writable."""
     signed = bits.view(np.int32 if dtype == "float32" else np.int16)
     return torch.from_numpy(signed).view(TORCH_DTYPES[dtype])
+
+
+def floats_of(bits: Bits, dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The values of ``bits`` in float32, exactly; shape kept."""
+    if dtype == "bfloat16":
+        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return bits.view(np.float32)
 
 
 def bits_dtype(dtype: str) -> type[np.uint16] | type[np.uint32]:

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-KEPT_BYTES = 1 << 30
+KEPT_BYTES = 4 << 30
+"""Of the shared pool, kept for the next engine or writer at most; less where that is more than a sixteenth of the memory."""
 _ALIGN = 1 << 16
 _HUGE = 2 << 20
 
@@ -43,7 +44,7 @@ class MemoryPool:
     :meth:`trim`. Where the system reserves nothing (a limit on address space) all that is lent is memory of its own.
     """
 
-    def __init__(self, capacity: int, kept: int = KEPT_BYTES) -> None:
+    def __init__(self, capacity: int, kept: int = 0) -> None:
         self._capacity = max(_HUGE, capacity - capacity % _HUGE)
         self._kept = -(-kept // _HUGE) * _HUGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -132,6 +133,7 @@ class MemoryPool:
 @functools.cache
 def shared_pool() -> MemoryPool:
     """The process's pool: half as large as the machine's memory, so that one engine uses what the one before has touched."""
-    pool = MemoryPool(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    pool = MemoryPool(memory // 2, min(KEPT_BYTES, memory // 16))
     pool.guard_forks()
     return pool

@@ -1,6 +1,8 @@
 """Capture at the engine's own speed: the real SGLang on this GPU, plain prefill against ours, in turns, to durable shards.
 
-    python bench/gpu.py [--quick] [--shape 8b|1b] [--variant radix] [--repeats 5] [--trace FOLDER] [--disk FOLDER] [--json FILE]
+    python bench/gpu.py [--quick] [--shape 8b|1b] [--variant radix] [--ways plain capture] [--repeats 5] [--trace FOLDER]
+                        [--disk FOLDER] [--json FILE]
+    python bench/gpu.py --merge FILE... --json bench/results/gpu.json
 
 Two servers share the device: SGLang as it is, and the same started as ``headrace serve`` starts it. Every round sends the same
 prompts (log-normal lengths, mean 1,500, at most 8,192 tokens) in each of the ways; weights are random. "extract" is the
@@ -71,11 +73,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tp2": ("--tp-size=2",),
     "dp2": ("--dp-size=2",),
 }
-TARGETS = {
-    "plug-in, nobody asks": 0.995,
-    "capture to verified states": 0.985,
-    "extract to durable shards": 0.97,
+PLAIN = "plain SGLang"
+WAYS = {
+    "plain": PLAIN,
+    "idle": "plug-in, nobody asks",
+    "capture": "capture to verified states",
+    "extract": "extract to durable shards",
+    "json": "SGLang's own JSON, a few prompts",
 }
+TARGETS = {WAYS["idle"]: 0.995, WAYS["capture"]: 0.985, WAYS["extract"]: 0.97}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +94,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trace", type=Path, help="also write where ten steps of each server go, into this folder"
+    )
+    parser.add_argument(
+        "--ways", choices=WAYS, nargs="+", default=list(WAYS), help="what is measured beside plain SGLang"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: one table of these results",
     )
     parser.add_argument("--count", type=int, default=256, help="prompts of a round")
     parser.add_argument("--repeats", type=int, default=5)
@@ -183,6 +200,9 @@ def check_values(bench: Bench, model: Path, server: ServerProcess, dtype: str) -
 def run(bench: Bench) -> None:
     """Start the servers side by side, check values, take turns, compare."""
     began, args = time.perf_counter(), bench.args
+    if args.merge:
+        merge(bench, args.merge)
+        return
     cuda = torch.cuda.is_available() and not bench.quick
     shape, dtype = (args.shape, "bfloat16") if cuda else ("tiny", "float32")
     flags, radix = flags_of(args.variant, cuda), args.variant == "radix"
@@ -222,15 +242,17 @@ def run(bench: Bench) -> None:
         turns = Turns(target, rows, disk, capturing.url, plain.url, radix)
         stack.callback(turns.close)
         compare(bench, turns, args.repeats if cuda else 2, shape, began + args.seconds)
-        share = turns.json_share(chunk_of(flags))
-        bench.row(
-            shape=shape, variant=args.variant, path="SGLang's own JSON, a few prompts", repeats=1, tokens_per_s=0.0,
-            of_plain=share, least=share, most=share, gb_per_s=0.0,
-        )  # fmt: skip
+        if "json" in args.ways:
+            share = turns.json_share(chunk_of(flags))
+            bench.row(
+                shape=shape, variant=args.variant, path=WAYS["json"], repeats=1, tokens_per_s=0.0, of_plain=share,
+                least=share, most=share, gb_per_s=0.0,
+            )  # fmt: skip
+            print(json.dumps(bench.rows[-1]), flush=True)
         if args.trace:
             for name, url, way in (
-                ("plain", plain.url, "plain SGLang"),
-                ("capturing", capturing.url, "capture to verified states"),
+                ("plain", plain.url, PLAIN),
+                ("capturing", capturing.url, WAYS["capture"]),
             ):
                 found = trace(url, args.trace / name, turns.ways()[way])
                 print(f"ten steps, {name}: {json.dumps(found)}", flush=True)
@@ -251,10 +273,10 @@ class Turns:
 
     def ways(self) -> dict[str, Callable[[], object]]:
         return {
-            "plain SGLang": lambda: self.post(self.plain),
-            "plug-in, nobody asks": lambda: self.post(self.capturing),
-            "capture to verified states": self.capture,
-            "extract to durable shards": self.extract,
+            PLAIN: lambda: self.post(self.plain),
+            WAYS["idle"]: lambda: self.post(self.capturing),
+            WAYS["capture"]: self.capture,
+            WAYS["extract"]: self.extract,
         }
 
     def post(self, url: str) -> None:
@@ -302,34 +324,53 @@ class Turns:
         return seconds
 
 
+def merge(bench: Bench, files: Sequence[Path]) -> None:
+    """One table of runs made one after another on one machine, with the targets of each."""
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        bench.rows += found["rows"]
+        bench.targets += found["targets"]
+        bench.measured = {key: found[key] for key in ("machine", "date", "commit")}
+
+
 def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) -> None:
     """Interleaved rounds; rates as ratios to plain prefill."""
-    variant = bench.args.variant
-    timings = interleaved(turns.ways(), repeats=repeats, until=until)
-    base = timings["plain SGLang"].median
-    for name, timing in timings.items():
-        rate = turns.tokens / timing.median
-        states = name in TARGETS and "nobody" not in name
-        # Of each repeat to the plain one beside it: what drifts over the run hits both.
-        ratios = [p / s for p, s in zip(timings["plain SGLang"].seconds, timing.seconds, strict=True)]
+    args = bench.args
+    wanted = {PLAIN, *(WAYS[way] for way in args.ways)}
+    ways = {name: way for name, way in turns.ways().items() if name in wanted}
+    timings = interleaved(ways, repeats=repeats, until=until)
+    base = timings[PLAIN].median
+
+    def row(path: str, seconds: float, ratios: list[float], size: float) -> None:
         bench.row(
-            shape=shape, variant=variant, path=name, repeats=len(ratios), tokens_per_s=rate, of_plain=base / timing.median,
-            least=min(ratios), most=max(ratios), gb_per_s=rate * turns.spec.bytes_per_token / 1e9 if states else 0.0,
+            shape=shape, variant=args.variant, path=path, repeats=len(ratios), tokens_per_s=turns.tokens / seconds,
+            of_plain=base / seconds, least=min(ratios), most=max(ratios), gb_per_s=size / seconds / 1e9,
         )  # fmt: skip
         print(json.dumps(bench.rows[-1]), flush=True)
-    seconds = sorted(write_alone(turns.disk, turns.bytes_stored) for _ in range(3))
-    alone = {
-        name: turns.tokens / seconds[index] for index, name in enumerate(("most", "tokens_per_s", "least"))
-    }
-    bench.row(
-        shape=shape, variant=variant, path="the disk alone, as many bytes as the shards", repeats=3, tokens_per_s=alone["tokens_per_s"],
-        of_plain=alone["tokens_per_s"] * base / turns.tokens, least=alone["least"] * base / turns.tokens,
-        most=alone["most"] * base / turns.tokens, gb_per_s=turns.bytes_stored / seconds[1] / 1e9,
-    )  # fmt: skip
-    print(json.dumps(bench.rows[-1]), flush=True)
-    for name, least in TARGETS.items():
+
+    for name, timing in timings.items():
+        # Of each repeat to the plain one beside it: what drifts over the run hits both.
+        ratios = [p / s for p, s in zip(timings[PLAIN].seconds, timing.seconds, strict=True)]
+        states = (
+            turns.tokens * turns.spec.bytes_per_token if name in (WAYS["capture"], WAYS["extract"]) else 0
+        )
+        row(name, timing.median, ratios, states)
+    if WAYS["extract"] in timings:
+        alone = sorted(write_alone(turns.disk, turns.bytes_stored) for _ in range(3))
+        row(
+            "the disk alone, as many bytes as the shards",
+            alone[1],
+            [base / s for s in alone],
+            turns.bytes_stored,
+        )
+    for name in TARGETS.keys() & timings.keys():
         share = base / timings[name].median
-        bench.target(f"{name}, share of plain prefill ({shape}, {variant})", share, least, share >= least)
+        bench.target(
+            f"{name}, share of plain prefill ({shape}, {args.variant})",
+            share,
+            TARGETS[name],
+            share >= TARGETS[name],
+        )
 
 
 if __name__ == "__main__":

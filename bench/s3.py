@@ -27,9 +27,10 @@ from headrace.bits import bits_of
 from headrace.remote import open_bucket
 from headrace.store import Store, StoreWriter
 from headrace.store.bucket import RemoteFolder
-from headrace.store.build import ShardBuilder, encode_capture
+from headrace.store.build import ShardBuilder
 from headrace.store.cache import Cache
 from headrace.store.codecs import chunk_rows, open_codec
+from headrace.store.encode import encode_capture
 from headrace.store.publish import write_shard
 from headrace.testing.s3 import S3Server
 from headrace.types import CaptureSpec, Row

@@ -12,9 +12,10 @@ import torch
 from headrace.bits import bits_of
 from headrace.errors import CorruptError, InputError, StoreError
 from headrace.store import Parent, Store, StoreWriter, WriterOptions
-from headrace.store.build import ShardBuilder, encode_capture
+from headrace.store.build import ShardBuilder
 from headrace.store.check import check_store
 from headrace.store.codecs import open_codec
+from headrace.store.encode import encode_capture
 from headrace.store.folder import LocalFolder, MappedFile, new_shard_name
 from headrace.store.publish import write_shard
 from headrace.store.repair import repair_store

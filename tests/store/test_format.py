@@ -16,9 +16,10 @@ from safetensors import safe_open
 from headrace.bits import bits_of
 from headrace.errors import CorruptError, HeadraceError
 from headrace.store import Store, StoreWriter
-from headrace.store.build import ShardBuilder, encode_capture
+from headrace.store.build import ShardBuilder
 from headrace.store.codecs import open_codec
 from headrace.store.dataset import Dataset
+from headrace.store.encode import encode_capture
 from headrace.store.folder import MappedFile
 from headrace.store.format import ALIGNMENT, pack_mask, unpack_mask
 from headrace.store.index import Index

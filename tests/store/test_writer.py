@@ -23,12 +23,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import files
+from headrace.bits import Bits
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StorageFullError, StoreError
 from headrace.files import write_through
 from headrace.memory import shared_pool
 from headrace.store import Store, StoreWriter, WriterOptions
 from headrace.store import writer as writer_module
 from headrace.store.check import check_store
+from headrace.store.codecs import Buffer, Raw
 from headrace.store.folder import LocalFolder, new_shard_name, place
 from headrace.testing.store import make_row, make_spec, make_states, same_bits, shard_files, write_store
 from headrace.types import Row
@@ -384,6 +386,41 @@ def test_a_wrong_guess_loses_nothing(
     """Nor makes splinters: of one too low no shard is smaller than a small one, of one too high all are full."""
     counts = captures_of_shards(tmp_path / "s", monkeypatch, expected)
     assert max(counts) <= 20 and least <= min(counts[:-1])
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+
+class Gated(Raw):
+    """Encodes when the gate is open."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(dtype)
+        self.gate = threading.Event()
+
+    def encode(self, bits: Bits) -> tuple[list[Buffer], None]:
+        assert self.gate.wait(10)
+        return super().encode(bits)
+
+
+def test_a_row_as_large_as_the_queue_does_not_wait_until_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoders that have finished one long row would have to wait for the next to come."""
+    codec = Gated(SPEC.dtype)
+    monkeypatch.setattr(writer_module, "open_codec", lambda name, dtype: codec)
+    options = WriterOptions(queue_bytes=2 * STATES_BYTES, workers=2)
+    with StoreWriter(tmp_path / "s", SPEC, codec="raw", options=options) as writer:
+        assert add(writer, MANY[0])  # half of the queue
+        large = make_row(7, 150)
+        added = threading.Thread(target=add, args=(writer, large))
+        added.start()
+        added.join(5)
+        stuck = added.is_alive()
+        codec.gate.set()
+        added.join()
+    assert not stuck, "it waits for what is being encoded"
+    assert same_bits(Store.open(tmp_path / "s")[large.key].states, make_states(large, SPEC))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

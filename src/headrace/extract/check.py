@@ -40,8 +40,9 @@ def sampled_norms(states: torch.Tensor) -> np.ndarray:
     sample = states[:, first::SAMPLED]
     values = floats_of(bits_of(sample), str(sample.dtype).removeprefix("torch."))
     with np.errstate(over="ignore"):  # squares of large bf16 values overflow float32
-        norms = np.sqrt(np.einsum("tnh,tnh->tn", values, values))
-    return np.minimum(norms, np.finfo(np.float32).max)
+        norms: np.ndarray = np.sqrt(np.einsum("tnh,tnh->tn", values, values))
+    np.minimum(norms, np.finfo(np.float32).max, out=norms)
+    return norms
 
 
 def _wrong_ids(got: np.ndarray, want: np.ndarray) -> str | None:

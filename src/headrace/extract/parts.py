@@ -69,7 +69,7 @@ def make_guard(
 
 def _queue_bytes(config: ExtractConfig) -> int:
     """States that wait for an encoder at most."""
-    return min(256 << 20, 2 * int(config.shard_bytes))
+    return min(512 << 20, 2 * int(config.shard_bytes))
 
 
 def limits_of(config: ExtractConfig, **changes: Any) -> Limits:

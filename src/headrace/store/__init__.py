@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.store.build import Parent
+    from headrace.store.encode import Parent
     from headrace.store.loader import Batch, PackedLoader, Placement, StoreDataset
     from headrace.store.reader import Entry, Store
     from headrace.store.writer import StoreWriter, WriterOptions
@@ -18,7 +18,7 @@ _WHERE = {
     "Batch": "loader",
     "Entry": "reader",
     "PackedLoader": "loader",
-    "Parent": "build",
+    "Parent": "encode",
     "Placement": "loader",
     "Store": "reader",
     "StoreDataset": "loader",

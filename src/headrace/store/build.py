@@ -1,18 +1,16 @@
-"""From captures to one shard in memory: encode each capture on its own, then lay the encoded ones out tap by tap."""
+"""From encoded captures to one shard in memory, laid out tap by tap."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from headrace.bits import Bits, floats_of, tensor_of
 from headrace.memory import shared_pool
 from headrace.store.codecs import Buffer, Codec
+from headrace.store.encode import Encoded
 from headrace.store.format import (
     KEY_BYTES,
     Array,
@@ -23,121 +21,7 @@ from headrace.store.format import (
     build_prefix,
     pack_mask,
 )
-from headrace.types import FINAL, CaptureSpec, Row, Tap
-
-SAMPLE_STRIDE = 16
-"""Norms and the error of a lossy codec are measured at every 16th row: enough to judge them, and almost free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """Prefix sharing: the states of the first ``tokens`` tokens are those of the capture ``key``."""
-
-    key: str
-    tokens: int
-
-
-@dataclass
-class TapData:
-    """One tap of one capture, encoded."""
-
-    rows: int
-    buffers: list[Buffer] = field(default_factory=list)
-    checksums: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    scales: list[Array] = field(default_factory=list)
-    norms: Array = field(default_factory=lambda: np.empty(0))
-    """float64, of every 16th row"""
-    errors: int = 0
-    """Rows whose error was measured: every 16th of a chunk."""
-    error_sum: float = 0.0
-    """Sum over them of |decoded - true| / |true|; 0 for a lossless codec."""
-    error_max: float = 0.0
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One capture, encoded and ready to be laid out."""
-
-    row: Row
-    parent: Parent | None
-    taps: list[TapData]
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes plus what its tables take, about."""
-        return sum(sum(tap.sizes) + 24 * len(tap.sizes) for tap in self.taps) + 5 * len(self.row) + 64
-
-
-def kept_positions(mask: Array, tap: Tap, policy: FinalPositions) -> Array | None:
-    """bool [tokens]: where states of ``tap`` are stored, None for everywhere.
-
-    Under ``supervised`` the final state of position p is kept when token p+1 is supervised: it is the teacher's
-    distribution for that token. Test-time-training steps only look at later positions under the same rule.
-    """
-    if tap != FINAL or policy == "all":
-        return None
-    keep = np.zeros(len(mask), bool)
-    keep[:-1] = mask[1:]
-    return keep
-
-
-def encode_capture(
-    row: Row,
-    states: Bits,
-    spec: CaptureSpec,
-    codec: Codec,
-    *,
-    chunk_rows: int,
-    policy: FinalPositions,
-    parent: Parent | None = None,
-) -> Encoded:
-    """Encode ``states`` [taps, tokens - shared, hidden] of ``row``. Pure, runs in any thread."""
-    shared = parent.tokens if parent else 0
-    taps = []
-    for index, tap in enumerate(spec.taps):
-        keep = kept_positions(row.mask, tap, policy)
-        bits = states[index] if keep is None else np.ascontiguousarray(states[index][keep[shared:]])
-        taps.append(_encode_tap(bits, codec, chunk_rows))
-    return Encoded(row, parent, taps)
-
-
-def _encode_tap(bits: Bits, codec: Codec, chunk_rows: int) -> TapData:
-    out = TapData(rows=len(bits), norms=sampled_norms(bits, codec.dtype))
-    for start in range(0, len(bits), chunk_rows):
-        block = bits[start : start + chunk_rows]
-        buffers, scales = codec.encode(block)
-        digest = xxhash.xxh3_64()
-        for buffer in buffers:
-            digest.update(buffer)
-        out.buffers += buffers
-        out.checksums.append(digest.intdigest())
-        out.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
-        if scales is not None:
-            out.scales.append(scales)
-            _measure_error(block, buffers[0], scales, codec, out)
-    return out
-
-
-def _measure_error(block: Bits, payload: Buffer, scales: Array, codec: Codec, out: TapData) -> None:
-    """What a codec that rounds does to every 16th row of a chunk; such a codec's payload is row by row."""
-    true = tensor_of(np.ascontiguousarray(block[::SAMPLE_STRIDE]), codec.dtype).double()
-    rows = np.frombuffer(payload, np.uint8).reshape(len(block), -1)[::SAMPLE_STRIDE]
-    decoded = np.empty(true.shape, block.dtype)
-    codec.decode(memoryview(rows.tobytes()), scales[::SAMPLE_STRIDE], decoded)
-    wrong = (tensor_of(decoded, codec.dtype).double() - true).square().sum(dim=-1)
-    errors = (wrong / true.square().sum(dim=-1).clamp_min(1e-300)).sqrt()
-    out.errors += len(errors)
-    out.error_sum += float(errors.sum())
-    out.error_max = max(out.error_max, float(errors.max()))
-
-
-def sampled_norms(bits: Bits, dtype: str) -> Array:
-    """float64: Euclidean norms of every 16th of ``bits`` [rows, hidden]."""
-    with np.errstate(invalid="ignore"):  # NaN, where the door was told to let it in
-        values = floats_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).astype(np.float64)
-    squares: Array = np.einsum("ij,ij->i", values, values)
-    return np.sqrt(squares)
+from headrace.types import CaptureSpec, Tap
 
 
 class Arena:

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headrace.errors import CorruptError, GoneError, InputError
-from headrace.store.build import kept_positions
 from headrace.store.dataset import Dataset, read_dataset
+from headrace.store.encode import kept_positions
 from headrace.store.folder import INDEX, Folder
 from headrace.store.format import Array
 from headrace.store.index import Index

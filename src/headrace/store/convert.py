@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError, StoreError
-from headrace.store.build import Parent
 from headrace.store.codecs import codec_class
 from headrace.store.dataset import Dataset
+from headrace.store.encode import Parent
 from headrace.store.folder import same_place
 from headrace.store.format import FinalPositions
 from headrace.store.reader import Store

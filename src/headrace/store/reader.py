@@ -14,8 +14,8 @@ import numpy as np
 
 from headrace.bits import TORCH_DTYPES, Bits, bits_of, tensor_of
 from headrace.errors import CorruptError, StoreError
-from headrace.store.build import kept_positions
 from headrace.store.dataset import Dataset, read_dataset
+from headrace.store.encode import kept_positions
 from headrace.store.folder import INDEX, Folder, open_folder
 from headrace.store.format import Array, FinalPositions
 from headrace.store.index import Index, KeySet, keys_of

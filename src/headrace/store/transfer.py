@@ -6,8 +6,9 @@ import numpy as np
 
 from headrace.bits import bits_dtype
 from headrace.errors import CorruptError
-from headrace.store.build import SAMPLE_STRIDE, Encoded, Parent, ShardBuilder, TapData, sampled_norms
+from headrace.store.build import ShardBuilder
 from headrace.store.codecs import open_codec
+from headrace.store.encode import SAMPLE_STRIDE, Encoded, Parent, TapData, sampled_norms
 from headrace.store.shard import Shard
 from headrace.types import Row, Tap
 

@@ -23,9 +23,10 @@ from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row
 from headrace.config import Section
 from headrace.errors import CaptureError, ConfigError, SpecMismatchError, StoreError
 from headrace.memory import shared_pool
-from headrace.store.build import Arena, Encoded, Parent, ShardBuilder, encode_capture, kept_positions
+from headrace.store.build import Arena, ShardBuilder
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
+from headrace.store.encode import Encoded, Encoding, Parent, kept_positions
 from headrace.store.folder import DATASET, WritableFolder, new_shard_name, open_folder
 from headrace.store.format import FinalPositions
 from headrace.store.index import KeySet
@@ -56,8 +57,8 @@ class WriterOptions(Section):
     """Age at which a shard is sealed although it is small, so that a kill costs a slow engine at most this much work."""
     workers: int = 0
     """Encoder threads; 0: half of the cores, two at least and eight at most."""
-    queue_bytes: int = 256 << 20
-    """States waiting for an encoder at most; ``add`` blocks beyond it."""
+    queue_bytes: int = 512 << 20
+    """States waiting for an encoder at most, or half of it and one capture; ``add`` blocks beyond it."""
     allow_zeros: bool = False
     """Accept states that are all zero; otherwise they are taken for a buffer that was never filled."""
     checked_values: bool = False
@@ -106,7 +107,7 @@ class StoreWriter:
         self.done = DoneKeys(self._view.key_set)
         self._lock = threading.RLock()
         self._open_keys: dict[str, Row] = {}
-        self._pending: collections.deque[tuple[Future[Encoded], int]] = collections.deque()
+        self._pending: collections.deque[tuple[Encoding | Future[Encoded], int]] = collections.deque()
         self._queued = 0
         self._arenas = [Arena(self.shard_bytes) for _ in range(2)]
         self._builder = self._new_builder()
@@ -176,8 +177,8 @@ class StoreWriter:
         with self._lock:
             if not self._make_room(row, parent, bits.nbytes):
                 return False
-            future = self._encoders.submit(
-                encode_capture,
+            encoding = Encoding(
+                self._encoders,
                 row,
                 bits,
                 self.spec,
@@ -186,7 +187,7 @@ class StoreWriter:
                 policy=self.dataset.final_positions,
                 parent=parent,
             )
-            self._enqueue(row, future, bits.nbytes)
+            self._enqueue(row, encoding, bits.nbytes)
             return True
 
     def add_encoded(self, capture: Encoded) -> bool:
@@ -208,12 +209,14 @@ class StoreWriter:
             self._check_parent(row, parent)
         if self._sealing is not None and self._sealing[0].done():
             self._finish_seal()
-        limit = self.options.queue_bytes - nbytes
+        # One that is as large as the queue comes in when half of the queue is free: else all encoders would wait for it, and it
+        # for them.
+        limit = max(self.options.queue_bytes - nbytes, self.options.queue_bytes // 2)
         while self._pending and (self._pending[0][0].done() or self._queued > limit):
             self._collect()
         return True
 
-    def _enqueue(self, row: Row, future: Future[Encoded], nbytes: int) -> None:
+    def _enqueue(self, row: Row, future: Encoding | Future[Encoded], nbytes: int) -> None:
         if not self._open_keys:
             self._opened_at = time.monotonic()
         self._open_keys[row.key] = row

@@ -13,9 +13,10 @@ import torch
 from headrace.bits import bits_of
 from headrace.files import atomic_write
 from headrace.store import Store
-from headrace.store.build import ShardBuilder, encode_capture
+from headrace.store.build import ShardBuilder
 from headrace.store.codecs import chunk_rows, open_codec
 from headrace.store.dataset import Dataset, create_dataset
+from headrace.store.encode import encode_capture
 from headrace.store.folder import INDEX, SHARDS, new_shard_name
 from headrace.testing.planted import Ground, Plant
 from headrace.types import CaptureSpec, Row

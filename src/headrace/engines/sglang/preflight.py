@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 
 from headrace._version import __version__
+from headrace.bits import bits_of, floats_of
 from headrace.engines.base import Check, open_engine
 from headrace.engines.sglang.server import Server, generate_request, read_reply
 from headrace.engines.sglang.session import Link, Session
@@ -125,20 +126,25 @@ def _capture(link: Link, rows: Iterable[Row]) -> tuple[dict[str, Capture], list[
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def row_errors(got: torch.Tensor, want: torch.Tensor) -> np.ndarray:
     """Relative error of each row, [taps, tokens]: |got - want| / |want| over the hidden axis."""
-    got, want = got.float(), want.float()
-    errors: torch.Tensor = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-12)
+    first, second = (floats_of(bits_of(t), str(t.dtype).removeprefix("torch.")) for t in (got, want))
+    errors: np.ndarray = _norms(first - second) / np.maximum(_norms(second), 1e-12)
     return errors
 
 
-def _agree(errors: torch.Tensor, dtype: str) -> bool:
+def _norms(values: np.ndarray) -> np.ndarray:
+    norms: np.ndarray = np.sqrt(np.einsum("...h,...h->...", values, values))
+    return norms
+
+
+def _agree(errors: np.ndarray, dtype: str) -> bool:
     """In float32 every row agrees; in half precision the usual row does (a router may send single ones elsewhere)."""
-    return float(errors.max()) <= 1e-3 if dtype == "float32" else float(errors.median()) <= 0.03
+    return float(errors.max()) <= 1e-3 if dtype == "float32" else float(np.median(errors)) <= 0.03
 
 
-def _describe(errors: torch.Tensor) -> str:
-    return f"median {float(errors.median()):.1e}, worst {float(errors.max()):.1e}"
+def _describe(errors: np.ndarray) -> str:
+    return f"median {float(np.median(errors)):.1e}, worst {float(errors.max()):.1e}"
 
 
 def _lost(probes: Probes, rows: Iterable[Row]) -> str:
@@ -199,23 +205,21 @@ def _chunks(probes: Probes, server: Server) -> Check:
 
 def _told_apart(probes: Probes, link: Link) -> Check:
     """Each row sent among others of its length is nearest to itself sent alone, and as near as rounding allows."""
-    import torch
-
     name, mend = "rows told apart", "rows of one request appear in another's; do not use this server"
     lost = _lost(probes, probes.equal)
     keys = [row.key for row in probes.equal]
     if lost or any(key not in probes.together or key not in probes.alone for key in keys):
         return Check(name, False, lost or "not all answers came", mend)
-    alone = torch.stack([probes.alone[key].states for key in keys])
+    alone = [probes.alone[key].states for key in keys]
     swapped = 0
-    own: list[torch.Tensor] = []
+    own: list[np.ndarray] = []
     for place, key in enumerate(keys):
-        errors = torch.stack([row_errors(probes.together[key].states, other) for other in alone])
+        errors = [row_errors(probes.together[key].states, other) for other in alone]
         own.append(errors[place])
-        swapped += int(errors.flatten(1).median(dim=1).values.argmin()) != place
-    errors = torch.stack(own)
-    value = f"{len(keys)} prompts of {_EQUAL_TOKENS} tokens at once, {swapped} swapped; together against alone: {_describe(errors)}"
-    return Check(name, swapped == 0 and _agree(errors, link.spec.dtype), value, mend)
+        swapped += int(np.argmin([np.median(error) for error in errors])) != place
+    errors_of_own = np.stack(own)
+    value = f"{len(keys)} prompts of {_EQUAL_TOKENS} tokens at once, {swapped} swapped; together against alone: {_describe(errors_of_own)}"
+    return Check(name, swapped == 0 and _agree(errors_of_own, link.spec.dtype), value, mend)
 
 
 def _cache(probes: Probes, link: Link, server: Server) -> Check:
@@ -239,7 +243,7 @@ def _taps(probes: Probes, link: Link) -> Check:
         return Check(name, False, "no answer came", mend)
     least = min(
         (
-            float(row_errors(capture.states[a], capture.states[b]).median())
+            float(np.median(row_errors(capture.states[a], capture.states[b])))
             for a in range(len(taps))
             for b in range(a)
         ),
@@ -319,7 +323,7 @@ def _against_hf(target: Target, link: Link, probes: Probes) -> Check:
             own = errors[everything.tap_index(tap)]
             fine &= _agree(own, spec.dtype)
             worst = max(worst, float(own.max()))
-            nearest.add(everything.taps[int(errors.median(dim=1).values.argmin())])
+            nearest.add(everything.taps[int(np.median(errors, axis=1).argmin())])
         values.append(
             f"{tap}: {worst:.1e}" + ("" if nearest == {tap} else f" (it is {', '.join(map(str, nearest))})")
         )

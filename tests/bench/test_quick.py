@@ -12,8 +12,17 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 ENGINES = {"parity", "engine_cpu", "gpu"}  # need the environments of real engines
-# train, quality: tests/draft/test_bench.py; planted: its faults are those of tests/verify; scale_out: two minutes, see tests/extract/test_ray.py; gpu_trace, common: what others share
-OWN_TESTS = {"train", "quality", "quality_quick", "planted", "scale_out", "common", "gpu_trace"}
+# train, quality: tests/draft/test_bench.py; planted: its faults are those of tests/verify; scale_out: two minutes, see tests/extract/test_ray.py; gpu_trace, client_server, common: what others use
+OWN_TESTS = {
+    "train",
+    "quality",
+    "quality_quick",
+    "planted",
+    "scale_out",
+    "common",
+    "gpu_trace",
+    "client_server",
+}
 SMALLER = {
     "scale": ["--rows", "3000"],
     "faults": ["--only", "answer"],
@@ -47,7 +56,7 @@ def test_none_is_forgotten() -> None:
     assert there == {*PLAIN, *ENGINES, *OWN_TESTS}
 
 
-PLAIN = ["store", "prepare", "scale", "faults", "s3", "loader", "train_many", "gpu_hf"]
+PLAIN = ["store", "prepare", "scale", "faults", "s3", "loader", "train_many", "gpu_hf", "client"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,6 +42,13 @@ class Bench:
     def target(self, name: str, value: float, target: float, ok: bool) -> None:
         """Add a target with whether it is met."""
         self.targets.append({"name": name, "value": value, "target": target, "ok": ok})
+
+    def save(self) -> None:
+        """Write the JSON file, if one was asked for: also in the middle, so that a run that is cut short keeps what it has."""
+        file = self.args.json
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
 
     def result(self) -> dict[str, Any]:
         """The content of the JSON file."""
@@ -74,12 +82,13 @@ def main(
         arguments(parser)
     args = parser.parse_args()
     bench = Bench(name, args.quick, args)
+    # Told to end (by timeout, say), take down in order what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run(bench)
     print_table(bench.rows)
     print_table(bench.targets)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(bench.result(), indent=1) + "\n", encoding="utf-8")
+        bench.save()
         if args.json.resolve().parent == ROOT / "bench" / "results":
             print("docs/performance.md is made of these files; run: python tools/make_docs.py")
     if not args.quick and not all(target["ok"] for target in bench.targets):

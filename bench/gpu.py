@@ -242,6 +242,7 @@ def run(bench: Bench) -> None:
         turns = Turns(target, rows, disk, capturing.url, plain.url, radix)
         stack.callback(turns.close)
         compare(bench, turns, args.repeats if cuda else 2, shape, began + args.seconds)
+        bench.save()
         if "json" in args.ways:
             share = turns.json_share(chunk_of(flags))
             bench.row(
@@ -249,6 +250,7 @@ def run(bench: Bench) -> None:
                 least=share, most=share, gb_per_s=0.0,
             )  # fmt: skip
             print(json.dumps(bench.rows[-1]), flush=True)
+            bench.save()
         if args.trace:
             for name, url, way in (
                 ("plain", plain.url, PLAIN),

@@ -367,9 +367,7 @@ def run(bench: common.Bench) -> None:
             row = bed.run(name, changes, seed)
             bench.row(**row)
             print(json.dumps(row), flush=True)
-            if args.json:  # kept even if a later run is cut short
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(bench.result(), indent=1) + "\n", encoding="utf-8")
+            bench.save()
     judge(bench)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace.engines import Engine, open_engine
-from headrace.engines.hf import HfEngine
+from headrace.engines.hf import HfEngine, HfOptions, rows_apart, side_by_side
 from headrace.errors import ConfigError, EngineError, SpecMismatchError
 from headrace.target import Target
 from headrace.testing.engine import EngineTests, Reference, mixed_rows, row_error
@@ -180,3 +180,27 @@ def test_a_folder_that_contradicts_itself(
     with pytest.raises(EngineError, match=message) as caught:
         open_engine("hf", target, target.spec("last"), {"device": "cpu"})
     assert str(tmp_path) in str(caught.value)
+
+
+def test_rows_lie_side_by_side_and_come_apart() -> None:
+    """Of a padded forward (a gap after each row) and of a packed one, as they travel to the host on CUDA."""
+    taps = [torch.arange(60.0).reshape(20, 3) + 1000 * tap for tap in range(4)]
+    for spans in ([slice(0, 5), slice(10, 17)], [slice(0, 5), slice(5, 17), slice(17, 18)]):
+        moved = side_by_side(taps, spans, torch.float64)
+        rows = rows_apart(moved, [span.stop - span.start for span in spans], len(taps))
+        assert len(rows) == len(spans)
+        for row, span in zip(rows, spans, strict=True):
+            assert row.is_contiguous() and row.dtype == torch.float64
+            assert torch.equal(row, torch.stack([tap[span] for tap in taps]).double())
+
+
+def test_nothing_of_a_forward_is_kept(tiny_llama: Path) -> None:
+    """The taps of the last batch would hold device memory until the next."""
+    target = Target.open(str(tiny_llama))
+    with HfEngine.open(target, target.spec([0, 2], dtype="float32"), HfOptions(device="cpu")) as engine:
+        (capture,) = engine.capture([Row.make([1, 2, 3], [True] * 3)])
+        assert not engine._taps.states
+    assert isinstance(capture, Capture)
+    before = capture.states.clone()
+    capture.states.mul_(2)  # and what was captured belongs to whoever got it
+    assert torch.equal(capture.states, 2 * before)

@@ -104,38 +104,40 @@ class HfEngine(Engine):
         try:
             with torch.inference_mode(), self._taps as taps:
                 self.model(**inputs, use_cache=False, logits_to_keep=1)
-                return self._fetch(batch, places, inputs["input_ids"].flatten(), taps.stacked().flatten(1, 2))
+                states = [taps.states.pop(tap).flatten(0, 1) for tap in self.spec.taps]
+            # Outside of inference mode: what is copied there could not be written to by whoever gets it.
+            return self._fetch(batch, places, inputs["input_ids"].flatten(), states)
         except torch.OutOfMemoryError as exc:
             raise EngineError(
                 f"out of memory on {self.device} with a batch of {inputs['input_ids'].numel()} tokens; "
                 "lower the engine option batch_tokens"
             ) from exc
 
-    def _fetch(self, batch: list[Row], places: list[int], ids: torch.Tensor, states: torch.Tensor) -> _Flying:
-        """Start the copy of ``states`` [taps, batch * tokens, hidden] to the host, row after row from ``places`` on."""
-        states = states.to(getattr(torch, self.spec.dtype))
+    def _fetch(
+        self, batch: list[Row], places: list[int], ids: torch.Tensor, states: list[torch.Tensor]
+    ) -> _Flying:
+        """Start the copy of ``states``, [batch * tokens, hidden] a tap, to the host: row after row, from ``places`` on."""
+        dtype = getattr(torch, self.spec.dtype)
         spans = [slice(place, place + len(row)) for place, row in zip(places, batch, strict=True)]
         if self._copies is None:
-            return _Flying(batch, [ids[s] for s in spans], [states[:, s].clone() for s in spans], None)
-        # Every row's states side by side, on the device: whoever looks at them on the host would have to copy them else.
-        states = torch.cat([state[s] for s in spans for state in states])
+            own = [side_by_side(states, [span], dtype) for span in spans]  # memory of its own for each row
+            rows = [rows_apart(one, [len(row)], len(states))[0] for one, row in zip(own, batch, strict=True)]
+            return _Flying(batch, [ids[span] for span in spans], rows, None)
+        moved = side_by_side(states, spans, dtype)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             # Pinned memory comes from torch's caching allocator, which hands a block out again only when its last
             # capture is gone and its copy is over: a ring that grows to what the consumer really holds.
-            host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
-            host.copy_(states, non_blocking=True)
+            host = torch.empty(moved.shape, dtype=dtype, pin_memory=True)
+            host.copy_(moved, non_blocking=True)
             host_ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             host_ids.copy_(ids, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._copies)
-        states.record_stream(self._copies)
+        moved.record_stream(self._copies)
         ids.record_stream(self._copies)
-        taps = len(self.spec.taps)
-        parts = host.split([taps * len(row) for row in batch])
-        return _Flying(
-            batch, [host_ids[s] for s in spans], [part.unflatten(0, (taps, -1)) for part in parts], done
-        )
+        rows = rows_apart(host, [len(row) for row in batch], len(states))
+        return _Flying(batch, [host_ids[span] for span in spans], rows, done)
 
     def _choose_packing(self, options: HfOptions) -> bool:
         """Whether to pack; with ``auto``, only after two documents packed gave what each gave alone."""
@@ -186,6 +188,19 @@ class _Flying:
         """One a row."""
         for row, states, ids in zip(self.batch, self.states(), self.ids, strict=True):
             yield Capture(row.key, ids.cpu().numpy().astype(np.int32), states)
+
+
+def side_by_side(states: list[torch.Tensor], spans: list[slice], dtype: torch.dtype) -> torch.Tensor:
+    """Of ``states``, [positions, hidden] a tap, those of each span together: [taps * positions of all spans, hidden].
+
+    On the device: whoever looked at a capture on the host would have to copy it, were it a view across taps.
+    """
+    return torch.cat([state[span] for span in spans for state in states]).to(dtype)
+
+
+def rows_apart(states: torch.Tensor, lengths: list[int], taps: int) -> list[torch.Tensor]:
+    """The inverse: contiguous views [taps, tokens, hidden], one a span."""
+    return [part.unflatten(0, (taps, -1)) for part in states.split([taps * length for length in lengths])]
 
 
 def _places(batch: list[Row], width: int, packed: bool) -> list[int]:

@@ -70,7 +70,7 @@ class OwnServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
@@ -115,7 +115,7 @@ def _sweep() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child, before it becomes the server: a worker that is killed takes its server along, and the GPUs are free again."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
 

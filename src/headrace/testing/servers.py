@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 
 from headrace.engines.config import ServeConfig
 from headrace.errors import EngineUnavailableError
+from headrace.extract.own_server import die_with_parent
 
 
 def free_port() -> int:
@@ -63,7 +65,7 @@ class ServerProcess:
         return self._process
 
     def start(self) -> Self:
-        """Start the processes and return at once; see :meth:`wait_healthy`."""
+        """Start the processes and return at once; see :meth:`wait_healthy`. They end with the thread that calls this."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             # A session of its own: a Ctrl-C in the terminal reaches the test, which then stops the server in order.
@@ -74,6 +76,8 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A test or benchmark that is killed leaves no server behind, which would hold a GPU.
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
         return self
 

@@ -150,7 +150,10 @@ class PageWriter:
         self._release(size)
 
     def _report(self, save: Save, message: str) -> None:
-        Path(save.path).with_suffix(".error").write_text(message, encoding="utf-8")
+        # Under another name first: whoever waits for the file never reads half of it.
+        part = Path(save.path).with_suffix(".error.part")
+        part.write_text(message, encoding="utf-8")
+        part.rename(Path(save.path).with_suffix(".error"))
 
     def _release(self, size: int) -> None:
         with self._room:

@@ -43,6 +43,14 @@ class Bench:
         """Add a target with whether it is met."""
         self.targets.append({"name": name, "value": value, "target": target, "ok": ok})
 
+    def merge(self, files: Sequence[Path]) -> None:
+        """Measure nothing: take the rows and targets of earlier results, one table of runs on one machine."""
+        for file in files:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            self.rows += found["rows"]
+            self.targets += found["targets"]
+            self.measured = {key: found[key] for key in ("machine", "date", "commit")}
+
     def save(self) -> None:
         """Write the JSON file, if one was asked for: also in the middle, so that a run that is cut short keeps what it has."""
         file = self.args.json

@@ -201,7 +201,7 @@ def run(bench: Bench) -> None:
     """Start the servers side by side, check values, take turns, compare."""
     began, args = time.perf_counter(), bench.args
     if args.merge:
-        merge(bench, args.merge)
+        bench.merge(args.merge)
         return
     cuda = torch.cuda.is_available() and not bench.quick
     shape, dtype = (args.shape, "bfloat16") if cuda else ("tiny", "float32")
@@ -324,15 +324,6 @@ class Turns:
         assert result["captures"] == len(self.rows)
         self.bytes_stored = result["bytes_stored"]
         return seconds
-
-
-def merge(bench: Bench, files: Sequence[Path]) -> None:
-    """One table of runs made one after another on one machine, with the targets of each."""
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        bench.rows += found["rows"]
-        bench.targets += found["targets"]
-        bench.measured = {key: found[key] for key in ("machine", "date", "commit")}
 
 
 def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) -> None:

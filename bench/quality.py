@@ -341,10 +341,8 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
 def run(bench: common.Bench) -> None:
     args = bench.args
     if args.merge:
-        for file in args.merge:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            bench.rows += found["rows"]
-            bench.measured = {key: found[key] for key in ("machine", "date", "commit")}
+        bench.merge(args.merge)
+        bench.targets.clear()  # judged anew, over all seeds
         args.prompts = args.prompts or [Path(name) for name in ("gsm8k", "humaneval")]
         judge(bench)
         return

@@ -1,7 +1,7 @@
 """Tensors as bit patterns: the store moves states as integers, so that NaN payloads and signed zeros survive.
 
-What looks at every state that passes is numpy here, not torch: torch shares an operation among threads of its own, one set for
-each of our threads that asks, and on a large host they spend more time waiting in loops than all of ours work.
+What looks at every state that passes is numpy here, not torch, which would share each look among threads of its own, one set
+for each of ours that asks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def floats_of(bits: Bits, dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
     return bits.view(np.float32)
+
+
+def norms_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Euclidean norms over the last axis, in the dtype of ``values``; what overflows it is infinite."""
+    with np.errstate(over="ignore"):
+        norms: np.ndarray[Any, Any] = np.sqrt(np.einsum("...h,...h->...", values, values))
+    return norms
 
 
 def bits_dtype(dtype: str) -> type[np.uint16] | type[np.uint32]:

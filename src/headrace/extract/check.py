@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row, floats_of
+from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row, floats_of, norms_of
 from headrace.extract.norms import tap_name
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
@@ -39,8 +39,8 @@ def sampled_norms(states: torch.Tensor) -> np.ndarray:
     first = min(SAMPLED // 2, states.shape[1] // 2)
     sample = states[:, first::SAMPLED]
     values = floats_of(bits_of(sample), str(sample.dtype).removeprefix("torch."))
-    with np.errstate(over="ignore"):  # squares of large bf16 values overflow float32
-        norms: np.ndarray = np.sqrt(np.einsum("tnh,tnh->tn", values, values))
+    norms = norms_of(values)
+    # squares of large bf16 values overflow float32
     np.minimum(norms, np.finfo(np.float32).max, out=norms)
     return norms
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +23,6 @@ from headrace.errors import ConfigError, CorruptError
 
 PLANE_BYTES = 131_072
 """Bytes of one compressed plane: the size of a zstd block, beyond which bigger frames win nothing."""
-_PIECE = 32_000
 Buffer = bytes | memoryview
 ENTRY_POINT_GROUP = "headrace.codecs"
 
@@ -151,14 +149,17 @@ class Fp8(Codec):
         self._values = codes.view(torch.float8_e4m3fn).float().numpy()
 
     def encode(self, bits: Bits) -> tuple[list[Buffer], np.ndarray[Any, Any]]:
-        scales = tensor_of(magnitudes(bits, self.dtype), self.dtype).float() / 448.0
+        top = tensor_of(magnitudes(bits, self.dtype), self.dtype).float()
+        scales = top / 448.0
         # a row of zeros, or of values so small that the division underflows, is stored with scale 1
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-        inverse = (1.0 / scales)[:, None]
-        codes = torch.empty(bits.shape, dtype=torch.float8_e4m3fn)
-        for part in _parts(bits.shape):
-            values = tensor_of(bits[part], self.dtype).float() * inverse[part]
-            codes[part].copy_(values.clamp_(-448.0, 448.0))
+        values = (
+            tensor_of(bits, self.dtype).float()
+            if self.dtype != "float32"
+            else tensor_of(bits, self.dtype).clone()
+        )
+        values *= (1.0 / scales)[:, None]
+        codes = values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         return [codes.view(torch.uint8).numpy().data], scales.numpy()
 
     def decode(self, payload: memoryview, scales: np.ndarray[Any, Any] | None, out: Bits) -> None:
@@ -166,14 +167,14 @@ class Fp8(Codec):
         if scales is None:
             raise CorruptError("its scales are missing")
         codes = np.frombuffer(payload, np.uint8).reshape(out.shape)
-        for part in _parts(out.shape):
-            # clip: any byte is an index, so skip the bounds check
-            values = np.take(self._values, codes[part], mode="clip")
-            with np.errstate(
-                invalid="ignore"
-            ):  # NaN codes are decoded to NaN without a word; the door lets none in
-                values *= scales[part, None]
-            tensor_of(out[part], self.dtype).copy_(torch.from_numpy(values))
+        values = np.take(
+            self._values, codes, mode="clip"
+        )  # clip: any byte is an index, so skip the bounds check
+        with np.errstate(
+            invalid="ignore"
+        ):  # NaN codes are decoded to NaN without a word; the door lets none in
+            values *= scales[:, None]
+        tensor_of(out, self.dtype).copy_(torch.from_numpy(values))
 
     def tensor(self, rows: int, hidden: int, payload_bytes: int) -> tuple[str, list[int]]:
         return "F8_E4M3", [rows, hidden]
@@ -205,13 +206,6 @@ def default_codec(dtype: str) -> str:
 def chunk_rows(hidden: int) -> int:
     """Rows of a chunk: as many as make one plane of ``PLANE_BYTES``, at least one."""
     return max(1, PLANE_BYTES // hidden)
-
-
-def _parts(shape: tuple[int, ...]) -> Iterator[slice]:
-    """[rows, hidden] cut into rows of at most ``_PIECE`` values together: from 32,768 on torch would share them among threads
-    of its own (see :mod:`headrace.bits`)."""
-    step = max(1, _PIECE // shape[1])
-    return (slice(start, start + step) for start in range(0, shape[0], step))
 
 
 def _require_size(got: int, wanted: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from headrace.bits import Bits, floats_of, tensor_of
+from headrace.bits import Bits, floats_of, norms_of, tensor_of
 from headrace.store.codecs import Buffer, Codec
 from headrace.store.format import Array, FinalPositions
 from headrace.types import FINAL, CaptureSpec, Row, Tap
@@ -230,5 +230,4 @@ def sampled_norms(bits: Bits, dtype: str) -> Array:
     """float64: Euclidean norms of every 16th of ``bits`` [rows, hidden]."""
     with np.errstate(invalid="ignore"):  # NaN, where the door was told to let it in
         values = floats_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).astype(np.float64)
-    squares: Array = np.einsum("ij,ij->i", values, values)
-    return np.sqrt(squares)
+    return norms_of(values)

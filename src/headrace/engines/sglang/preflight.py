@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 
 from headrace._version import __version__
-from headrace.bits import bits_of, floats_of
 from headrace.engines.base import Check, open_engine
 from headrace.engines.sglang.server import Server, generate_request, read_reply
 from headrace.engines.sglang.session import Link, Session
@@ -128,14 +127,11 @@ def _capture(link: Link, rows: Iterable[Row]) -> tuple[dict[str, Capture], list[
 
 def row_errors(got: torch.Tensor, want: torch.Tensor) -> np.ndarray:
     """Relative error of each row, [taps, tokens]: |got - want| / |want| over the hidden axis."""
+    from headrace.bits import bits_of, floats_of, norms_of  # loads torch
+
     first, second = (floats_of(bits_of(t), str(t.dtype).removeprefix("torch.")) for t in (got, want))
-    errors: np.ndarray = _norms(first - second) / np.maximum(_norms(second), 1e-12)
+    errors: np.ndarray = norms_of(first - second) / np.maximum(norms_of(second), 1e-12)
     return errors
-
-
-def _norms(values: np.ndarray) -> np.ndarray:
-    norms: np.ndarray = np.sqrt(np.einsum("...h,...h->...", values, values))
-    return norms
 
 
 def _agree(errors: np.ndarray, dtype: str) -> bool:

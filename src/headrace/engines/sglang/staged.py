@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.bits import bits_of, first_bad_row
 from headrace.errors import PreflightError
 from headrace.memory import shared_pool
 from headrace.sglang_plugin.protocol import Facts, Staged, taps_to_text
@@ -126,6 +125,8 @@ def check_ids(ids: np.ndarray, row: Row) -> None:
 
 def check_finite(states: torch.Tensor, spec: CaptureSpec) -> None:
     """Raise Rejected, naming tap and position, when a state is NaN or infinite."""
+    from headrace.bits import bits_of, first_bad_row  # loads torch
+
     bad = first_bad_row(bits_of(states).reshape(-1, spec.hidden_size), spec.dtype)
     if bad is not None:
         tap, position = divmod(bad[0], states.shape[1])

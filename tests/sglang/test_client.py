@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ import torch
 
 from headrace.engines import Engine, open_engine
 from headrace.engines.fake import fingerprint
+from headrace.engines.sglang.options import SglangOptions
+from headrace.engines.sglang.server import Server
+from headrace.engines.sglang.session import Link, Session
 from headrace.errors import EngineUnavailableError, PreflightError
 from headrace.sglang_plugin.protocol import KEY
 from headrace.target import Target
@@ -266,6 +270,23 @@ def test_a_dead_servers_rows_go_to_the_others(target: Target, spec: CaptureSpec,
             check(results, rows, spec)
             assert engine.gauges()["servers_up"] == 1
             assert engine.gauges()["server_faults"] > 0
+
+
+def test_a_row_that_a_server_failed_goes_to_another(spec: CaptureSpec) -> None:
+    """One that fails at once always seems to be the first to be done: a row met it five times and was given up."""
+    quick, slow = Server("http://quick"), Server("http://slow")
+    for server, rate in ((quick, 1000.0), (slow, 10.0)):
+        server.facts, server.rate = cast(Any, object()), rate
+    session = Session.__new__(Session)
+    session._link = Link(spec, SglangOptions(), [quick, slow], cast(Any, None), 0)
+    session._free = asyncio.Condition()
+
+    def chosen(*failed: Server) -> Server:
+        return asyncio.run(session._choose(10, set(failed)))
+
+    assert chosen() is quick
+    assert chosen(quick) is slow
+    assert chosen(quick, slow) is quick, "rather one of them than none"
 
 
 def test_a_restarted_server_is_used_again(target: Target, spec: CaptureSpec, tmp_path: Path) -> None:

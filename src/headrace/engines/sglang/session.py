@@ -223,24 +223,29 @@ class Session:
 
     async def _once(self, row: Row) -> Capture:
         """One answer, from whichever server lives; what befalls servers is not held against the row, within reason."""
+        failed: set[Server] = set()
         for _ in range(_POISON):
-            server = await self._choose(len(row))
+            server = await self._choose(len(row), failed)
             try:
                 return await self._ask(server, row)
             except _ServerFault:
-                continue
+                failed.add(server)
             finally:
                 server.tokens_in_flight -= len(row)
                 await self._wake()
         raise Rejected("server_fault", f"{_POISON} servers in a row failed while they had it")
 
-    async def _choose(self, tokens: int) -> Server:
-        """The healthy server that would be done first; waits for one. Its tokens in flight are counted up."""
+    async def _choose(self, tokens: int, failed: set[Server]) -> Server:
+        """The healthy server that would be done first; waits for one. Its tokens in flight are counted up.
+
+        One that has ``failed`` this row comes last: failing at once it always seems to be the first to be done, and may fail
+        one row again and again before its breaker opens, which answers to other rows keep shut.
+        """
         async with self._free:
             while True:
                 fit = [s for s in self._link.servers if s.healthy and s.has_room(tokens)]
                 if fit:
-                    server = min(fit, key=lambda s: s.finish_time(tokens))
+                    server = min(fit, key=lambda s: (s in failed, s.finish_time(tokens)))
                     server.tokens_in_flight += tokens
                     return server
                 await self._free.wait()

@@ -166,3 +166,31 @@ def test_unknown_and_absent_devices() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="is not there"):
             join(machine.model_copy(update={"device": "cuda"}))
+
+
+@pytest.mark.parametrize(
+    ("wish", "rank", "index"), [("auto", None, 0), ("cuda", None, 0), ("cuda", "1", 1), ("cuda:1", "0", 1)]
+)
+def test_a_cuda_device_has_a_number(
+    monkeypatch: pytest.MonkeyPatch, wish: str, rank: str | None, index: int
+) -> None:
+    """torch refuses to be set to "cuda" without one, with a single device too: `headrace train` did not start on a GPU."""
+    chosen: list[int | None] = []
+
+    def set_device(device: torch.device) -> None:
+        chosen.append(torch.cuda._utils._get_device_index(device))  # the refusal is torch's own
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    workers = join(TrainOptions().machine.model_copy(update={"device": wish}))
+    assert chosen == [index]
+    assert workers.device == torch.device("cuda", index)
+
+
+@pytest.mark.gpu
+def test_the_only_worker_takes_a_cuda_device() -> None:
+    assert join(TrainOptions().machine).device == torch.device("cuda", 0)

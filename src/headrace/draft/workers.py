@@ -78,7 +78,7 @@ def join(machine: MachineOptions) -> Workers:
     name = machine.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and count > 1:
+    if name == "cuda":  # torch wants to be told which, also when there is only one
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(name)

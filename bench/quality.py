@@ -51,6 +51,7 @@ BUDGET = {
     "tokens_per_pack": "4096",
     "shape.variant": "eagle3",
     "optim.kind": "adamw",
+    "optim.decay": "cosine",
     "loss.step_decay": "1.0",
 }
 RECIPES: dict[str, dict[str, str]] = {
@@ -63,6 +64,13 @@ RECIPES: dict[str, dict[str, str]] = {
     "sharp": {"loss.temperature": "0.7"},
     "everywhere": {"loss.everywhere": "true"},
     "decay": {"loss.step_decay": "0.8"},
+    "best": {
+        "shape.variant": "eagle3.1",
+        "optim.kind": "muon",
+        "optim.decay": "linear",
+        "loss.step_decay": "0.6",
+        "loss.everywhere": "true",
+    },
     "average": {"optim.average": "0.999"},
 }
 

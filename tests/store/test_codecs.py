@@ -115,3 +115,12 @@ def test_names_and_defaults() -> None:
     with pytest.raises(ConfigError, match="no codec named"):
         open_codec("gzip", "bfloat16")
     assert (chunk_rows(576), chunk_rows(7168), chunk_rows(1_000_000)) == (227, 18, 1)
+
+
+def test_planes_without_the_compiled_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cffi backend has no call for many frames; the bytes are the same."""
+    bits = bits_of(torch.randn(100, 64).to(torch.bfloat16))
+    want = Planes("bfloat16").encode_chunks(bits, 16)
+    monkeypatch.setattr(zstandard, "backend_features", set())
+    got = Planes("bfloat16").encode_chunks(bits, 16)
+    assert (bytes(got.payload), got.sizes) == (bytes(want.payload), want.sizes)

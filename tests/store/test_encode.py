@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.bits import Bits, bits_of
 from headrace.store import encode
-from headrace.store.codecs import Buffer, Codec, Raw, open_codec
+from headrace.store.codecs import Chunks, Codec, Raw, open_codec
 from headrace.store.encode import Encoded, Encoding, Parent, encode_capture
 from headrace.store.format import FinalPositions
 from headrace.testing.store import make_row, make_spec, make_states
@@ -70,9 +70,9 @@ class Meeting(Raw):
         super().__init__(dtype)
         self.barrier = threading.Barrier(threads)
 
-    def encode(self, bits: Bits) -> tuple[list[Buffer], None]:
+    def encode_chunks(self, bits: Bits, chunk_rows: int) -> Chunks:
         self.barrier.wait(timeout=10)
-        return super().encode(bits)
+        return super().encode_chunks(bits, chunk_rows)
 
 
 def encoded_by(threads: int, codec: Codec, tokens: int) -> Encoded:

@@ -35,7 +35,7 @@ class OptimOptions(Section):
     """Peak rate of Muon; its updates are scaled to the size of AdamW's."""
     warmup: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps over which the rate rises."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant"] = "linear"
     """How the rate falls after that, reaching the floor with the last step."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Last rate as a share of the peak."""

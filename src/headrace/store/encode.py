@@ -16,6 +16,8 @@ from headrace.types import FINAL, CaptureSpec, Row, Tap
 
 PART_BYTES = 8 << 20
 """States that one thread encodes at a time, about: enough to hide its overhead, little enough to share a row among threads."""
+DIGESTED_BYTES = 65_536
+"""Up to here xxhash keeps the GIL."""
 SAMPLE_STRIDE = 16
 """Norms and the error of a lossy codec are measured at every 16th row: enough to judge them, and almost free."""
 
@@ -198,19 +200,26 @@ def _encode_ranges(job: list[tuple[int, _Range]], codec: Codec, chunk_rows: int)
 def _encode_range(one: _Range, codec: Codec, chunk_rows: int) -> TapData:
     bits = one.states()
     out = TapData(rows=len(bits), norms=sampled_norms(bits[-one.start % SAMPLE_STRIDE :], codec.dtype))
-    for start in range(0, len(bits), chunk_rows):
-        block = bits[start : start + chunk_rows]
-        buffers, scales = codec.encode(block)
-        digest = xxhash.xxh3_64()
-        for buffer in buffers:
-            digest.update(buffer)
-        out.buffers += buffers
-        out.checksums.append(digest.intdigest())
-        out.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
-        if scales is not None:
-            out.scales.append(scales)
-            _measure_error(block, buffers[0], scales, codec, out)
+    chunks = codec.encode_chunks(bits, chunk_rows)
+    payload, at = memoryview(chunks.payload), 0
+    out.buffers.append(payload)
+    out.sizes += chunks.sizes
+    out.scales += chunks.scales
+    for number, size in enumerate(chunks.sizes):
+        out.checksums.append(_digest(payload[at : at + size]))
+        if chunks.scales:
+            block = bits[number * chunk_rows : (number + 1) * chunk_rows]
+            _measure_error(block, payload[at : at + size], chunks.scales[number], codec, out)
+        at += size
     return out
+
+
+def _digest(payload: memoryview) -> int:
+    """xxh3-64; in pieces for which the GIL is kept: they are done before another thread would have woken."""
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(payload), DIGESTED_BYTES):
+        digest.update(payload[start : start + DIGESTED_BYTES])
+    return digest.intdigest()
 
 
 def _measure_error(block: Bits, payload: Buffer, scales: Array, codec: Codec, out: TapData) -> None:

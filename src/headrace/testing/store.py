@@ -307,6 +307,22 @@ class CodecTests:
 
         check()
 
+    def test_chunks_encoded_together_are_those_encoded_alone(self) -> None:
+        @_PATIENT
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            codec = self.codec(data.draw(st.sampled_from(self.dtypes)))
+            bits = data.draw(bit_arrays(codec.dtype))
+            rows = data.draw(st.integers(1, len(bits) + 1))
+            together = codec.encode_chunks(bits, rows)
+            alone = [encode(codec, bits[start : start + rows]) for start in range(0, len(bits), rows)]
+            assert bytes(together.payload) == b"".join(payload for payload, _ in alone)
+            assert together.sizes == [len(payload) for payload, _ in alone]
+            scales = [of_rows for _, of_rows in alone if of_rows is not None]
+            assert np.array_equal(np.concatenate([*together.scales, [0]]), np.concatenate([*scales, [0]]))
+
+        check()
+
     def test_what_is_not_a_payload_is_refused(self) -> None:
         @_PATIENT
         @given(st.data())

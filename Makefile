@@ -40,7 +40,7 @@ test: $(STAMP)
 	$(BIN)/python tools/run_tests.py
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not sglang and not vllm and not gpu and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not sglang and not vllm and not gpu and not browser"
 
 check: $(STAMP)
 	$(BIN)/ruff check $(SRC)

@@ -131,7 +131,7 @@ def test_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
     assert sum(counted) == 400
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", ["png", pytest.param("svg", marks=pytest.mark.slow)])
 def test_pictures_are_drawn(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     numbers = Numbers.read(lengths_folder(tmp_path / "rows"))

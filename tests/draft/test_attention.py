@@ -76,6 +76,7 @@ def test_eager_agrees_with_a_dense_mask() -> None:
     torch.testing.assert_close(states, dense_states(pack, 3) * counted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_agrees_with_a_dense_mask() -> None:
     """TR-03: within 1e-4, cosine above 0.9999. On the CPU torch runs flex forward only and uncompiled; the rest is below."""

@@ -246,10 +246,10 @@ def run(bench: Bench) -> None:
         compare(bench, turns, args.repeats if cuda else 2, shape, began + args.seconds)
         bench.save()
         if "json" in args.ways:
-            share = turns.json_share(min(chunk_of(flags), JSON_TOKENS))
+            rate, share = turns.json_share(min(chunk_of(flags), JSON_TOKENS))
             bench.row(
-                shape=shape, variant=args.variant, path=WAYS["json"], repeats=1, tokens_per_s=0.0, of_plain=share,
-                least=share, most=share, gb_per_s=0.0,
+                shape=shape, variant=args.variant, path=WAYS["json"], repeats=1, tokens_per_s=rate, of_plain=share,
+                least=share, most=share, gb_per_s=rate * turns.spec.bytes_per_token / 1e9,
             )  # fmt: skip
             print(json.dumps(bench.rows[-1]), flush=True)
             bench.save()
@@ -287,8 +287,8 @@ class Turns:
         # With a prefix cache a second round would find the first one's prompts there: a salt for each round prevents it.
         post_all(url, self.rows, **({"extra_key": uuid.uuid4().hex} if self.radix else {}))
 
-    def json_share(self, room: int) -> float:
-        """Speed of SGLang's own JSON path, of that of the same prompts without it: as many as ``room`` tokens hold, a chunk at
+    def json_share(self, room: int) -> tuple[float, float]:
+        """Tokens a second of SGLang's own JSON path, and its speed of that of the same prompts without it: as many as ``room`` tokens hold, a chunk at
         most, since that path loses all chunks of a prompt but the last."""
         few = []
         for row in self.rows:
@@ -304,7 +304,7 @@ class Turns:
             began = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - began)
-        return seconds[0] / seconds[1]
+        return sum(map(len, few)) / seconds[1], seconds[0] / seconds[1]
 
     def capture(self) -> None:
         # Opened once, as a run of days opens it once; extract below opens its own, every time.

@@ -58,13 +58,11 @@ def test_train_then_fine_tune_then_diagnose(
 
 @pytest.mark.gpu
 def test_the_same_on_a_gpu(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the device left to the product, as users leave it: compiled, in bfloat16, graphs replayed; and once more, resumed."""
+    """With the device left to the product, as users leave it: compiled, in bfloat16, each pack replayed as a graph."""
     on_gpu = [a for a in command(world, tmp_path / "d", "--json") if a not in ("--machine.device", "cpu")]
     assert main(on_gpu) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 4
-    on_gpu[on_gpu.index("--max-steps") + 1] = "6"
-    assert main(on_gpu) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 6
+    value = json.loads(capsys.readouterr().out)
+    assert value["ok"] and value["steps"] == 4 and len(value["val_accuracy"]) == 5
     assert main(["diagnose", str(tmp_path / "d"), str(world.store), "--rows", str(world.rows), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from headrace._version import __version__
+from headrace.bits import Bits, bits_of
 from headrace.errors import ConfigError
 from headrace.extract.config import ExtractConfig
 from headrace.store.reader import Entry
@@ -59,11 +59,11 @@ class LiveStore:
         """bool [tokens]: everywhere."""
         return np.ones(self.rows.lengths[key], bool)
 
-    def read_into(self, key: str, out: torch.Tensor, taps: Sequence[Tap] | None = None, **_: Any) -> None:
-        """Capture ``key`` into ``out`` [taps, tokens, hidden]. Raises CaptureError for a row that gives no capture, and the engine's errors."""
-        states = self.stream.ask(key).result()
+    def read_bits(self, key: str, out: Bits, taps: Sequence[Tap] | None = None, **_: Any) -> None:
+        """Capture ``key`` into ``out``, bits [taps, tokens, hidden]. Raises CaptureError for a row that gives no capture, and the engine's errors."""
+        states = bits_of(self.stream.ask(key).result())
         for place, tap in enumerate(self.spec.taps if taps is None else taps):
-            out[place].copy_(states[self.spec.tap_index(tap)])
+            out[place] = states[self.spec.tap_index(tap)]
 
     def close(self) -> None:
         """End the workers; kept captures are sealed first. Idempotent."""

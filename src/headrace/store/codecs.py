@@ -113,14 +113,8 @@ class _PlaneTools(threading.local):
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=params)
         self.decompressor = zstandard.ZstdDecompressor()
-        self.words = np.empty(0, np.uint16)
         self.low = np.empty(0, np.uint8)
         self.high = np.empty(0, np.uint8)
-
-    def scratch(self, size: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-        if len(self.words) < size:
-            self.words = np.empty(size, np.uint16)
-        return self.words[:size]
 
     def split(self, bits: Bits) -> tuple[memoryview, memoryview]:
         """The low bytes and the high bytes of ``bits``, until the next call."""
@@ -188,11 +182,8 @@ class Planes(Codec):
             raise CorruptError(f"its zstd frame does not decode ({exc})") from exc
         _require_size(len(high), size)
         flat = out.reshape(-1)
-        words = self._tools.scratch(size)
-        np.copyto(flat, np.frombuffer(high, np.uint8))
-        np.left_shift(flat, 8, out=flat)
-        np.copyto(words, np.frombuffer(payload[:size], np.uint8))
-        np.bitwise_or(flat, words, out=flat)
+        np.left_shift(np.frombuffer(high, np.uint8), np.uint16(8), out=flat)
+        np.bitwise_or(flat, np.frombuffer(payload[:size], np.uint8), out=flat)
 
     def tensor(self, rows: int, hidden: int, payload_bytes: int) -> tuple[str, list[int]]:
         return "U8", [payload_bytes]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headrace.bits import TORCH_DTYPES
+from headrace.bits import TORCH_DTYPES, bits_of
 from headrace.errors import ConfigError, SpecMismatchError
 from headrace.store.format import Array
 from headrace.store.reader import Missing, Store
@@ -211,18 +211,23 @@ class _Assembly:
         self.ids = torch.empty(total, dtype=torch.int64, pin_memory=loader._pin)
         self.mask = torch.empty(total, dtype=torch.bool, pin_memory=loader._pin)
         self.kept = torch.ones(total, dtype=torch.bool, pin_memory=loader._pin)
+        # Seen as numpy once for the batch: every small operation of torch gives up the GIL, and the threads that decode then wait
+        # for one another more than they work.
+        self._bits, self._arrays = (
+            bits_of(self.states),
+            (self.ids.numpy(), self.mask.numpy(), self.kept.numpy()),
+        )
         self._loader = loader
         self._futures: list[Future[None]] = [pool.submit(self._fill, number) for number in range(len(keys))]
 
     def _fill(self, number: int) -> None:
         store, key = self._loader.store, self.keys[number]
         place = slice(int(self.starts[number]), int(self.starts[number + 1]))
-        ids, mask = store.tokens_of(key)
-        self.ids[place] = torch.from_numpy(ids)
-        self.mask[place] = torch.from_numpy(mask)
+        ids, mask, kept = self._arrays
+        ids[place], mask[place] = store.tokens_of(key)
         if store.final_positions != "all":
-            self.kept[place] = torch.from_numpy(store.final_kept(key))
-        store.read_into(key, self.states[:, place], self._loader.taps, missing="zero")
+            kept[place] = store.final_kept(key)
+        store.read_bits(key, self._bits[:, place], self._loader.taps, missing="zero")
 
     def finish(self) -> Batch:
         for future in self._futures:

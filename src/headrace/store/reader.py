@@ -228,8 +228,20 @@ class Store:
 
         Each ``out[tap]`` must be contiguous; raises as :meth:`get` does.
         """
+        self.read_bits(key, bits_of(out), taps, start, missing=missing)
+
+    def read_bits(
+        self,
+        key: str,
+        out: Bits,
+        taps: Sequence[Tap] | None = None,
+        start: int = 0,
+        *,
+        missing: Missing = "error",
+    ) -> None:
+        """:meth:`read_into` for the bits of states, uint16 or uint32 [taps, tokens, hidden]."""
         for position, tap in enumerate(self.spec.taps if taps is None else taps):
-            self._fill(key, tap, start, bits_of(out[position]), missing, 0)
+            self._fill(key, tap, start, out[position], missing, 0)
 
     def final_kept(self, key: str) -> Array:
         """bool [tokens]: where this store keeps the final state of a capture (everywhere, unless told otherwise)."""

@@ -288,8 +288,8 @@ class Turns:
         post_all(url, self.rows, **({"extra_key": uuid.uuid4().hex} if self.radix else {}))
 
     def json_share(self, room: int) -> tuple[float, float]:
-        """Tokens a second of SGLang's own JSON path, and its speed of that of the same prompts without it: as many as ``room`` tokens hold, a chunk at
-        most, since that path loses all chunks of a prompt but the last."""
+        """Tokens a second of SGLang's own JSON path, and its share of the speed of the same prompts without it: as many prompts as
+        ``room`` tokens hold, a chunk at most, since that path loses all chunks of a prompt but the last."""
         few = []
         for row in self.rows:
             if len(row) <= room:

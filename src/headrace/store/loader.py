@@ -213,10 +213,8 @@ class _Assembly:
         self.kept = torch.ones(total, dtype=torch.bool, pin_memory=loader._pin)
         # Seen as numpy once for the batch: every small operation of torch gives up the GIL, and the threads that decode then wait
         # for one another more than they work.
-        self._bits, self._arrays = (
-            bits_of(self.states),
-            (self.ids.numpy(), self.mask.numpy(), self.kept.numpy()),
-        )
+        self._bits = bits_of(self.states)
+        self._arrays = (self.ids.numpy(), self.mask.numpy(), self.kept.numpy())
         self._loader = loader
         self._futures: list[Future[None]] = [pool.submit(self._fill, number) for number in range(len(keys))]
 

@@ -19,6 +19,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 SAFETENSORS_DTYPES: dict[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 # Bits of +infinity: a magnitude at or above it is an infinity or a NaN.
 _INFINITY: dict[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
+NAN_BITS: dict[str, int] = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC0_0000}
 Bits = np.ndarray[Any, np.dtype[Any]]
 """uint16 (bfloat16, float16) or uint32 (float32) array holding the bits of states."""
 
@@ -36,13 +37,33 @@ def tensor_of(bits: Bits, dtype: str) -> torch.Tensor:
     return torch.from_numpy(signed).view(TORCH_DTYPES[dtype])
 
 
-def floats_of(bits: Bits, dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The values of ``bits`` in float32, exactly; shape kept."""
+def floats_of(
+    bits: Bits, dtype: str, out: np.ndarray[Any, np.dtype[np.float32]] | None = None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The values of ``bits`` in float32, exactly; shape kept. In ``out`` when it is given."""
     if dtype == "bfloat16":
-        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
-    if dtype == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    return bits.view(np.float32)
+        target = None if out is None else out.view(np.uint32)
+        return np.left_shift(bits, 16, out=target, dtype=np.uint32).view(np.float32)
+    values = bits.view(np.float16 if dtype == "float16" else np.float32)
+    if out is None:
+        return values.astype(np.float32, copy=False)
+    np.copyto(out, values)
+    return out
+
+
+def round_floats(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str, out: Bits) -> None:
+    """Fill ``out`` with the bits of ``values``, rounded to the nearest, ties to even, as torch does; ``values`` may be overwritten."""
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        # Half of what is cut off, less one where the last bit that is kept is even. A NaN of ours stays one.
+        half = np.right_shift(bits, 16)
+        np.bitwise_and(half, 1, out=half)
+        np.add(half, 0x7FFF, out=half)
+        np.add(bits, half, out=bits)
+        np.right_shift(bits, 16, out=out, casting="unsafe")
+    else:
+        with np.errstate(over="ignore"):
+            np.copyto(out.view(np.float16 if dtype == "float16" else np.float32), values, casting="same_kind")
 
 
 def norms_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bits import bits_of, first_bad_row, magnitudes, tensor_of
+from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row, magnitudes, tensor_of
 from headrace.errors import ConfigError
 from headrace.store.codecs import CODECS, Fp8, Planes, Raw, chunk_rows, default_codec, open_codec
 from headrace.testing.store import CodecTests, bit_arrays, decode, encode
@@ -84,6 +84,40 @@ class TestFp8(CodecTests):
         got = tensor_of(decode(Fp8("bfloat16"), payload, scales, (4, 64)), "bfloat16").float()
         relative = (got - values).norm(dim=1) / values.norm(dim=1)
         assert float(relative.max()) < 0.04
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_rounds_as_torch_does(self, dtype: str) -> None:
+        """Every 16-bit pattern, NaN among them, and values a hair off the middle between two codes; there and back."""
+        rng = np.random.default_rng(5)
+        if dtype == "float32":
+            codes = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float().double()
+            middles = ((codes[1:] + codes[:-1]) / 2).float().numpy()
+            near = [np.nextafter(middles, np.float32(way)) for way in (-1e9, 1e9)]
+            row = np.concatenate([middles, *near, [448.0]]).astype(np.float32)
+            bits = (np.stack([row, -row, row * 3, row * 1e-30]).astype(np.float32)).view(np.uint32)
+        else:
+            bits = rng.permutation(np.arange(1 << 16, dtype=np.uint16)).reshape(64, 1024)
+        codec = Fp8(dtype)
+        payload, scales = encode(codec, bits)
+        assert scales is not None
+        values = tensor_of(bits.copy(), dtype).float()
+        top = values.abs().amax(dim=1)
+        wanted = torch.where(top / 448 > 0, top / 448, torch.ones(()))
+        assert np.array_equal(scales, wanted.numpy(), equal_nan=True)
+        scaled = (values * (1 / wanted)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert bytes(payload) == scaled.view(torch.uint8).numpy().tobytes()
+        got = decode(codec, payload, scales, bits.shape)
+        back = (scaled.float() * wanted[:, None]).to(TORCH_DTYPES[dtype])
+        assert torch.equal(tensor_of(got, dtype).nan_to_num(7.0), back.nan_to_num(7.0))
+
+    def test_many_chunks_at_a_time_are_those_of_one_each(self) -> None:
+        bits = bits_of(torch.randn(1000, 576).bfloat16())
+        codec = Fp8("bfloat16")
+        together = codec.encode_chunks(bits, chunk_rows(576))
+        alone = [codec.encode(bits[at : at + 227]) for at in range(0, 1000, 227)]
+        assert bytes(together.payload) == b"".join(bytes(part[0]) for part, _ in alone)
+        assert np.array_equal(np.concatenate(together.scales), np.concatenate([s for _, s in alone]))
+        assert together.sizes == [227 * 576] * 4 + [92 * 576]
 
 
 @given(st.data())

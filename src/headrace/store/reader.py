@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from headrace.bits import TORCH_DTYPES, Bits, bits_of, tensor_of
+from headrace.bits import NAN_BITS, TORCH_DTYPES, Bits, bits_of
 from headrace.errors import CorruptError, StoreError
 from headrace.store.dataset import Dataset, read_dataset
 from headrace.store.encode import kept_positions
@@ -290,7 +290,7 @@ class Store:
         first = int(keep[:start].sum())
         rows = np.empty((int(wanted.sum()), out.shape[1]), out.dtype)
         shard.read(slot, "final", first, first + len(rows), rows)
-        tensor_of(out, self.spec.dtype).fill_(float("nan") if missing == "nan" else 0.0)
+        out[...] = NAN_BITS[self.spec.dtype] if missing == "nan" else 0
         out[wanted] = rows
 
     # --- finding ------------------------------------------------------------------------------------------------------

@@ -1,41 +1,44 @@
-"""What the reader delivers from disk to the device, and what the trainer eats of it: tokens/s by codec, cold and warm.
+"""What the reader delivers from disk to the device, and what the trainer eats of it: tokens/s by codec and threads, cold and warm.
 
-    python bench/loader.py [--hidden 576] [--gigabytes 4] [--disk FOLDER] [--json FILE]
+    python bench/loader.py [--hidden 576] [--gigabytes 4] [--threads 2 4] [--disk FOLDER] [--json FILE]
 
 States are random normal numbers, which the codecs shrink about as far as real ones. "cold" reads files whose pages were
 dropped from memory first; on a virtual machine the host below may still hold them. "training" is the product's own
-trainer reading the store, with the share of time that the device had work.
+trainer reading the store, beside the same documents held on the device, with the share of time that the device had work.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import common
 import train
-from headrace.draft.data import Placing, StorePacks
+from headrace.draft.data import Document, MemoryPacks, Packs, Placing, StorePacks
 from headrace.draft.trainer import Machine, Trainer
 from headrace.draft.workers import Workers
 from headrace.store import Store, StoreWriter
 from headrace.types import CaptureSpec, Row
 
 CODECS = ("raw", "bf16-planes", "fp8")
+REPORTS = 9
+"""Log lines of a training run."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     train.arguments(parser)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="raw bytes of a store, in 1e9")
-    parser.add_argument("--threads", type=int, default=4, help="threads that read and decode")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4], help="threads that read and decode")
+    parser.add_argument("--codecs", choices=CODECS, nargs="+", default=list(CODECS))
     parser.add_argument("--disk", type=Path, help="where the stores go (default: a temporary folder)")
 
 
@@ -46,31 +49,29 @@ def spec_of(args: argparse.Namespace) -> CaptureSpec:
     )  # fmt: skip
 
 
-def write_stores(args: argparse.Namespace, folder: Path, codecs: tuple[str, ...]) -> dict[str, Store]:
-    """The same captures with each codec; sealed, synced, opened."""
-    spec, rng = spec_of(args), np.random.default_rng(3)
-    tokens = int(args.gigabytes * 1e9 / spec.bytes_per_token)
-    lengths = []
-    while sum(lengths) < tokens:
-        lengths.append(int(np.clip(rng.gamma(4.0, args.document / 4.0), 8, args.pack)))
-    # A few pieces of states laid out again and again: making new ones would take longer than writing them.
-    piece = torch.randn(4, 2 * args.pack, args.hidden, dtype=torch.float32).to(torch.bfloat16)
-    rows = []
-    for length in lengths:
+def make_rows(args: argparse.Namespace) -> list[tuple[Row, int]]:
+    """Documents of random tokens, and where each takes its states from."""
+    rng, tokens, rows = np.random.default_rng(3), 0, []
+    while tokens * spec_of(args).bytes_per_token < args.gigabytes * 1e9:
+        length = int(np.clip(rng.gamma(4.0, args.document / 4.0), 8, args.pack))
         mask = np.arange(length) >= round(length * (1 - args.supervised))
-        row = Row.make(rng.integers(0, args.vocab, length), mask)
-        rows.append((row, int(rng.integers(0, args.pack))))
-    for codec in codecs:
-        began = time.perf_counter()
-        with StoreWriter(folder / codec, spec, codec=codec) as writer:
-            for row, at in rows:
-                writer.add(row, piece[:, at : at + len(row)])
-        seconds = time.perf_counter() - began
-        print(
-            f"{codec}: {sum(lengths):,} tokens written in {seconds:.1f} s, {args.gigabytes / seconds:.2f} GB/s raw",
-            flush=True,
-        )
-    return {codec: Store.open(folder / codec) for codec in codecs}
+        rows.append((Row.make(rng.integers(0, args.vocab, length), mask), int(rng.integers(0, args.pack))))
+        tokens += length
+    return rows
+
+
+def write_store(
+    args: argparse.Namespace, folder: Path, codec: str, rows: list[tuple[Row, int]], piece: torch.Tensor
+) -> Store:
+    """The captures with ``codec``; sealed, synced, opened. ``piece`` [taps, tokens, hidden] is laid out again and again: making new
+    states would take longer than writing them."""
+    began = time.perf_counter()
+    with StoreWriter(folder / codec, spec_of(args), codec=codec) as writer:
+        for row, at in rows:
+            writer.add(row, piece[:, at : at + len(row)])
+    seconds = time.perf_counter() - began
+    print(f"{codec}: written in {seconds:.1f} s, {args.gigabytes / seconds:.2f} GB/s of states", flush=True)
+    return Store.open(folder / codec)
 
 
 def forget(folder: Path) -> None:
@@ -83,32 +84,54 @@ def forget(folder: Path) -> None:
             os.close(handle)
 
 
-def packs_of(args: argparse.Namespace, store: Store, machine: Machine, epochs: int | None) -> StorePacks:
-    placing = Placing(machine.device, machine.dtype, padded=machine.compiled)
-    loader = {"token_budget": args.pack, "epochs": epochs, "threads": args.threads}
-    return StorePacks(store, store.keys(), (2, 15, 27), placing, loader)
+class Reading:
+    """A store on its way to the device."""
+
+    def __init__(self, args: argparse.Namespace, machine: Machine) -> None:
+        self.args, self.machine = args, machine
+        self.placing = Placing(machine.device, machine.dtype, padded=machine.compiled)
+        self._trainer: Trainer | None = None
+
+    def packs(self, store: Store, threads: int, epochs: int | None) -> StorePacks:
+        loader = {"token_budget": self.args.pack, "epochs": epochs, "threads": threads}
+        return StorePacks(store, store.keys(), (2, 15, 27), self.placing, loader)
+
+    def deliver(self, store: Store, threads: int) -> float:
+        """Tokens a second of one pass of all packs onto the device, nothing done with them."""
+        began, tokens = time.perf_counter(), 0
+        for pack in self.packs(store, threads, epochs=1):
+            tokens += pack.tokens
+        if self.machine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return tokens / (time.perf_counter() - began)
+
+    def eat(self, packs: Packs) -> tuple[float, float]:
+        """Tokens a second and busy share of training on ``packs``; the first third, which warms up, is left out. One trainer takes
+        them all, since compiling is none of what is measured."""
+        every = self.args.updates
+        if self._trainer is None:
+            model, teacher, options = train.parts(self.args, self.machine)
+            options = options.model_copy(update={"log_every": every, "validate_every": 1 << 40})
+            self._trainer = Trainer(model, teacher, packs, options, self.machine, Workers())
+            self._trainer.total_steps = 2
+            self._trainer.run(train.Watch())
+        watch, trainer = train.Watch(), self._trainer
+        trainer.packs = packs
+        trainer.total_steps = trainer.step + every * REPORTS
+        trainer.run(watch)
+        part = slice(len(watch.reports) // 3, None)
+        rates, busy = watch.all("tokens_per_second"), watch.all("gpu_busy")
+        return statistics.median(rates[part]), statistics.median(busy[part])
 
 
-def deliver(args: argparse.Namespace, store: Store, machine: Machine) -> float:
-    """Tokens a second of one pass of all packs onto the device, nothing done with them."""
-    began, tokens = time.perf_counter(), 0
-    for pack in packs_of(args, store, machine, epochs=1):
-        tokens += pack.tokens
-    if machine.device.type == "cuda":
-        torch.cuda.synchronize()
-    return tokens / (time.perf_counter() - began)
-
-
-def eat(args: argparse.Namespace, store: Store, machine: Machine) -> tuple[float, float]:
-    """Tokens a second and busy share of training from ``store``; the first third, which compiles, is left out."""
-    packs = packs_of(args, store, machine, epochs=None)
-    model, teacher, options = train.parts(args, machine)
-    options = options.model_copy(update={"max_steps": args.updates * 12, "log_every": args.updates})
-    watch = train.Watch()
-    Trainer(model, teacher, packs, options, machine, Workers()).run(watch)
-    part = slice(len(watch.reports) // 3, None)
-    rates, busy = watch.all("tokens_per_second"), watch.all("gpu_busy")
-    return statistics.median(rates[part]), statistics.median(busy[part])
+def held(
+    args: argparse.Namespace, rows: list[tuple[Row, int]], piece: torch.Tensor, device: torch.device
+) -> list[Document]:
+    """Some of the same documents, on the device."""
+    return [
+        Document(row.ids, row.mask, piece[:, at : at + len(row)].to(device))
+        for row, at in rows[: 64 * args.pack // args.document]
+    ]
 
 
 def run(bench: common.Bench) -> None:
@@ -120,22 +143,35 @@ def run(bench: common.Bench) -> None:
         ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     )
     cuda = device.type == "cuda"
-    machine = Machine(device, cuda, "flex" if cuda else "eager", cuda, cuda)
+    reading = Reading(args, Machine(device, cuda, "flex" if cuda else "eager", cuda, cuda))
+    rows = make_rows(args)
+    piece = torch.randn(4, 2 * args.pack, args.hidden, dtype=torch.float32).to(torch.bfloat16)
+    memory = MemoryPacks(held(args, rows, piece, device), reading.placing, token_budget=args.pack)
+    most = 0.0
     with tempfile.TemporaryDirectory(dir=args.disk) as temporary:
-        stores = write_stores(args, Path(temporary), CODECS)
-        for codec, store in stores.items():
-            forget(Path(temporary) / codec)
-            cold = deliver(args, store, machine)
-            warm = statistics.median(deliver(args, store, machine) for _ in range(3))
-            eaten, busy = eat(args, store, machine)
-            values: dict[str, Any] = {"codec": codec, "hidden": args.hidden, "cold": cold, "warm": warm}
-            bench.row(
-                **values, cold_gb_per_s=cold * store.spec.bytes_per_token / 1e9, training=eaten, gpu_busy=busy
-            )
+        for codec in args.codecs:
+            store = write_store(args, Path(temporary), codec, rows, piece)
+            size = store.spec.bytes_per_token
+            if not most:
+                # Padded to the same sizes, so that nothing is compiled twice.
+                memory.placing = reading.packs(store, 1, epochs=1).placing
+                most, busy = reading.eat(memory)
+                print(f"from memory on the device: {most:,.0f} tokens/s, busy {busy:.3f}", flush=True)
+            for threads in args.threads:
+                forget(Path(temporary) / codec)
+                cold = reading.deliver(store, threads)
+                warm = statistics.median(reading.deliver(store, threads) for _ in range(2))
+                eaten, busy = reading.eat(reading.packs(store, threads, epochs=None))
+                bench.row(
+                    codec=codec, hidden=args.hidden, threads=threads, cold=cold, warm=warm, cold_gb_per_s=cold * size / 1e9,
+                    training=eaten, of_memory=eaten / most, gpu_busy=busy,
+                )  # fmt: skip
+                print(json.dumps(bench.rows[-1]), flush=True)
+                bench.save()
             if cuda:
-                bench.target(
-                    f"GPU busy while training from {codec} ({args.hidden} wide)", busy, 0.9, busy >= 0.9
-                )
+                best = max(row["gpu_busy"] for row in bench.rows if row["codec"] == codec)
+                name = f"GPU busy while training from {codec} ({args.hidden} wide)"
+                bench.target(name, best, 0.9, best >= 0.9)
             store.close()
             shutil.rmtree(Path(temporary) / codec)
 

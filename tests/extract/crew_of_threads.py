@@ -62,6 +62,8 @@ class ThreadHandle:
 class ThreadCluster:
     """See :class:`headrace.extract.crew.Cluster`. ``size`` may change at any time, as a cluster does."""
 
+    hint = "look at the test"
+
     def __init__(self, make: MakeEngine, size: int) -> None:
         self.make, self.size = make, size
         self.handles: list[ThreadHandle] = []

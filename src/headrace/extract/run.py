@@ -151,7 +151,7 @@ class Extraction:
         return selection
 
     def _open_engine(self, longest: int) -> Engine | CrewEngine:
-        if self.config.ray:
+        if self.config.distributed:
             return self._open_crew(longest)
         if self.given_engine is not None:
             return self.given_engine
@@ -161,9 +161,7 @@ class Extraction:
 
     def _open_crew(self, longest: int) -> CrewEngine:
         if self.given_engine is not None:
-            raise ConfigError(
-                "workers on a Ray cluster open their engines themselves; name one with engine = ..."
-            )
+            raise ConfigError("workers open their engines themselves; name one with engine = ...")
         from headrace.extract.ray_run import open_crew
 
         crew = open_crew(self.config, self.spec, self.codec, longest)

@@ -21,6 +21,7 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import LostError, options_of
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
+from headrace.extract.own_server import die_with_parent
 from headrace.extract.parts import _encoders
 from headrace.extract.processes import THREADS, VISIBLE, ProcessCluster, ProcessHandle, share_gpus
 from headrace.extract.ray_run import _options
@@ -173,14 +174,32 @@ class Other(CaptureError):
         super().__init__(f"row {row}: {why}")
 
 
+class Sleeper:
+    """Stands for a worker's own server: a process in a session of its own that ignores nothing."""
+
+    def __init__(self, dies_with_parent: bool) -> None:
+        self.process = subprocess.Popen(
+            ["sleep", "1000"],
+            start_new_session=True,
+            preexec_fn=die_with_parent if dies_with_parent else None,
+        )
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
 class Puppet(RemoteWorker):
-    """Does what its order says."""
+    """Does what its order says. Its setup: whether its server dies with it, None without a server."""
 
     def __init__(self, setup: Any) -> None:
-        self._server = None
+        self._setup, self._server = setup, None
 
     def open(self) -> Any:
-        return {name: os.environ.get(name) for name in (VISIBLE, THREADS)} | {"pid": os.getpid()}
+        server = None if self._setup is None else Sleeper(self._setup)
+        self._server = server  # type: ignore[assignment]
+        seen = {name: os.environ.get(name) for name in (VISIBLE, THREADS)}
+        return seen | {"pid": os.getpid(), "server": server.process.pid if server else 0}
 
     def exchange(self, order: Any) -> Any:
         if isinstance(order, BaseException):
@@ -214,7 +233,7 @@ def result(handle: ProcessHandle, seconds: float = 60.0) -> Any:
 @pytest.mark.slow
 def test_calls_and_errors_travel(puppet: ProcessHandle) -> None:
     puppet.open()
-    assert result(puppet) == {VISIBLE: "3", THREADS: "2", "pid": puppet.process.pid}
+    assert result(puppet) == {VISIBLE: "3", THREADS: "2", "pid": puppet.process.pid, "server": 0}
     for error in (PreflightError("no (see headrace doctor)"), LostError("gone", True), ConfigError("a: b")):
         puppet.exchange(error)  # type: ignore[arg-type]
         with pytest.raises(HeadraceError) as caught:
@@ -256,12 +275,26 @@ def test_a_killed_process_says_by_what_in_the_middle_of_a_call(puppet: ProcessHa
 
 
 @pytest.mark.slow
-def test_the_end_of_the_pipe_ends_a_process_that_works(puppet: ProcessHandle) -> None:
-    puppet.open()
-    result(puppet)
-    puppet.exchange(600.0)  # type: ignore[arg-type]
-    puppet.connection.close()
-    assert puppet.process.wait(10) == 1
+@pytest.mark.parametrize("killed", [False, True])
+def test_neither_a_worker_nor_its_server_is_left(killed: bool) -> None:
+    """The end of the pipe is the driver's: it ends a worker in the middle of a call, which first stops its server. One that
+    is killed has its server end by the system."""
+    handle = ProcessHandle(Puppet, killed, {})
+    try:
+        handle.open()
+        server = psutil.Process(result(handle)["server"])
+        time.sleep(0.3)
+        assert server.is_running()
+        handle.exchange(600.0)  # type: ignore[arg-type]
+        if killed:
+            handle.kill()
+        else:
+            handle.connection.close()
+            assert handle.process.wait(10) == 1
+        _, alive = psutil.wait_procs([server], 10)
+        assert not alive
+    finally:
+        handle.kill()
 
 
 # --- whole extractions ------------------------------------------------------------------------------------------------------
@@ -312,6 +345,10 @@ class Driver:
             ),
         ]
 
+    def hurry(self) -> None:
+        """The engine as fast as it can be from the next start on."""
+        self.command = [word.split(",tokens_per_second")[0] for word in self.command]
+
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -340,7 +377,7 @@ class Driver:
 
 @pytest.fixture
 def driver(folder: Path, config_only: Path) -> Iterator[Driver]:
-    slower = {"tokens_in_flight": 500, "tokens_per_second": TOKENS / 18}
+    slower = {"tokens_in_flight": 500, "tokens_per_second": TOKENS / 14}
     made = Driver(config_for(folder, config_only, engine_options=slower))
     yield made
     if made.process.poll() is None:
@@ -392,6 +429,7 @@ def test_workers_end_with_a_killed_driver_and_the_next_run_goes_on(driver: Drive
     assert stored + end["result"]["not_reached"] == len(ROWS), "all that was written was sealed"
     assert not events(driver.config, "worker_lost")
 
+    driver.hurry()
     driver.start()
     assert driver.process.wait(60) == 0, driver.log.read_text()
     assert_whole(driver.config)

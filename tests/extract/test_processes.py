@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
+from headrace.engines.fake import FingerprintEngine, FingerprintOptions
 from headrace.errors import CaptureError, ConfigError, EngineError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import LostError, options_of
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
 from headrace.extract.own_server import die_with_parent
-from headrace.extract.parts import _encoders
+from headrace.extract.parts import make_writer
 from headrace.extract.processes import THREADS, VISIBLE, ProcessCluster, ProcessHandle, share_gpus
 from headrace.extract.ray_run import _options
 from headrace.extract.ray_worker import RemoteWorker
@@ -30,6 +31,7 @@ from headrace.extract.run import run_extraction
 from headrace.files import read_json
 from headrace.store import Store
 from headrace.testing.extraction import compare_store, make_rows, write_rows
+from headrace.types import CaptureSpec
 
 ROWS = make_rows(900)
 TOKENS = sum(map(len, ROWS))
@@ -151,7 +153,9 @@ def test_each_worker_has_its_gpus(tmp_path: Path, config_only: Path, monkeypatch
     assert shares(3) == ["5", "GPU-7a", "2"]
 
 
-def test_cores_are_shared_out(tmp_path: Path, config_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_shared_out(
+    tmp_path: Path, config_only: Path, spec: CaptureSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv(THREADS, raising=False)
@@ -160,8 +164,13 @@ def test_cores_are_shared_out(tmp_path: Path, config_only: Path, monkeypatch: py
     assert cluster._environment(0) == {THREADS: "8"}
     monkeypatch.setenv(THREADS, "5")
     assert cluster._environment(0) == {}
-    encoders = [_encoders(config_for(tmp_path, config_only, workers=n)) for n in (0, 1, 2, 4, 100)]
-    assert encoders == [0, 0, 6, 3, 1]
+
+    def encoders(workers: int) -> int:
+        config = config_for(tmp_path, config_only, workers=workers, shard_bytes=1 << 16)
+        with make_writer(config, spec, "raw", FingerprintEngine(spec, FingerprintOptions())) as writer:
+            return writer._encoders._max_workers
+
+    assert [encoders(workers) for workers in (0, 1, 2, 4, 100)] == [8, 8, 6, 3, 1]
 
 
 # --- one process ------------------------------------------------------------------------------------------------------------
@@ -206,8 +215,12 @@ class Puppet(RemoteWorker):
             raise order
         if order == "other":
             raise Other(3, "too long")
-        if order == "print":
-            os.write(1, b"not json")
+        if order == "outputs":
+            return [os.fstat(number).st_ino for number in (1, 2)]
+        if order == "fork" and (child := os.fork()) == 0:  # as an engine may do; it has the pipe too
+            time.sleep(600)
+        if order == "fork":
+            return child
         if order == "unsendable":
             return lambda: None
         time.sleep(order if isinstance(order, float) else 0.0)
@@ -252,6 +265,8 @@ def test_calls_and_errors_travel(puppet: ProcessHandle) -> None:
         os.kill(puppet.process.pid, number)
     puppet.exchange("still here")  # type: ignore[arg-type]
     assert result(puppet) == "still here"
+    puppet.exchange("outputs")  # type: ignore[arg-type]
+    assert result(puppet) == [os.fstat(2).st_ino] * 2, "only the driver may write to its stdout"
     puppet.exchange("unsendable")  # type: ignore[arg-type]
     with pytest.raises(LostError, match=rf"worker process {puppet.process.pid} ended with exit code 1"):
         result(puppet)
@@ -275,6 +290,21 @@ def test_a_killed_process_says_by_what_in_the_middle_of_a_call(puppet: ProcessHa
 
 
 @pytest.mark.slow
+def test_a_forked_child_neither_hides_the_death_nor_outlives_it(puppet: ProcessHandle) -> None:
+    puppet.open()
+    result(puppet)
+    puppet.exchange("fork")  # type: ignore[arg-type]
+    child = psutil.Process(result(puppet))
+    puppet.exchange(600.0)  # type: ignore[arg-type]
+    os.kill(puppet.process.pid, signal.SIGKILL)
+    with pytest.raises(LostError, match="was killed by SIGKILL"):
+        result(puppet, 10)
+    puppet.kill()
+    _, alive = psutil.wait_procs([child], 10)
+    assert not alive
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_neither_a_worker_nor_its_server_is_left(killed: bool) -> None:
     """The end of the pipe is the driver's: it ends a worker in the middle of a call, which first stops its server. One that
@@ -284,7 +314,7 @@ def test_neither_a_worker_nor_its_server_is_left(killed: bool) -> None:
         handle.open()
         server = psutil.Process(result(handle)["server"])
         time.sleep(0.3)
-        assert server.is_running()
+        assert server.status() != psutil.STATUS_ZOMBIE, "it ended while its worker lives"
         handle.exchange(600.0)  # type: ignore[arg-type]
         if killed:
             handle.kill()

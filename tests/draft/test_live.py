@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -212,3 +213,14 @@ def test_the_curve_over_the_real_ray(world32: World, tmp_path: Path) -> None:
     source = {"ray": "local", "ray_workers": 1}
     train(live(world32, tmp_path / "live", live=source, epochs=1), lambda text: None)
     assert_same(world32, tmp_path, tmp_path / "live", epochs=1)
+
+
+def test_the_curve_over_a_process_of_this_host(
+    world32: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States through a pipe; Ray is not needed, and not asked for beside it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    train(live(world32, tmp_path / "live", live={"workers": 1}, epochs=1), lambda text: None)
+    assert_same(world32, tmp_path, tmp_path / "live", epochs=1)
+    with pytest.raises(ConfigError, match=r"--live\.workers 1 .*--live\.ray local"):
+        train(live(world32, tmp_path / "both", live={"workers": 1, "ray": "local"}), lambda text: None)

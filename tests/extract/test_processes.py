@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from headrace.engines.fake import FingerprintEngine, FingerprintOptions
+from headrace.engines.sglang import engine as sglang
 from headrace.errors import CaptureError, ConfigError, EngineError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import LostError, options_of
@@ -124,6 +126,14 @@ def test_clients_of_one_server_divide_its_staging(tmp_path: Path, config_only: P
 
     assert [clients(1, 3), clients(2, 3), clients(2, 2), clients(3, 2)] == [3, 2, None, None]
     assert clients(1, 3, clients=7) == 7
+
+
+def test_several_clients_ask_a_server_for_no_more_than_one_does(spec: CaptureSpec) -> None:
+    facts: Any = SimpleNamespace(staging_bytes=1 << 30, settings={"chunked_prefill_size": 8192, "dp_size": 2})
+    for share in (sglang._appetite, lambda facts, n: sglang._room(facts, spec, n)):
+        alone = share(facts, 1)
+        assert [n * share(facts, n) / alone for n in (2, 4, 8)] == pytest.approx([1, 1, 1], rel=1e-3)
+        assert 0 < share(facts, 20) < share(facts, 4)
 
 
 def test_each_worker_has_its_gpus(tmp_path: Path, config_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Captures on demand: rows go to the workers of a crew, their states come back through Ray's object store, nothing touches a disk.
+"""Captures on demand: rows go to the workers of a crew, their states come back through Ray's object store or a pipe, nothing touches a disk.
 
 Whoever asks decides how much is asked for at a time, and that is all there is in flight: a slow reader holds the engines
 back, a slow engine its reader. Workers verify as they always do; a dead one's rows are asked of the others.

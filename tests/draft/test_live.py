@@ -21,7 +21,7 @@ from headrace.draft.train import train
 from headrace.engines import open_engine
 from headrace.engines.base import Engine
 from headrace.errors import CaptureError, ConfigError
-from headrace.extract import crew, ray_run
+from headrace.extract import crew, crew_run
 from headrace.store import Store, StoreWriter
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
@@ -107,7 +107,7 @@ def test_the_curve_is_that_of_training_from_a_store(
             cluster.alive[0].crash("killed by the test", host=True)
 
     cluster.on_wait = reaper
-    monkeypatch.setattr(ray_run, "RayCluster", cluster.bind)
+    monkeypatch.setattr(crew_run, "RayCluster", cluster.bind)
     result = train(live(world32, tmp_path / "live"), lambda text: None)
     assert result["steps"] > 4
     assert_same(world32, tmp_path, tmp_path / "live")
@@ -144,7 +144,7 @@ def test_a_trainer_that_stands_still_holds_the_engine_back(
         engines.append(Slow(engine_of(world32, spec)))
         return engines[-1]
 
-    monkeypatch.setattr(ray_run, "RayCluster", ThreadCluster(make, 1).bind)
+    monkeypatch.setattr(crew_run, "RayCluster", ThreadCluster(make, 1).bind)
     options = live(world32, tmp_path / "live", live={"keep": str(tmp_path / "kept")}, tokens_per_pack=48)
     data = Data.open(options, world32.target)
     try:
@@ -193,7 +193,7 @@ def test_a_row_that_gives_no_capture_ends_training_by_name(
                     yield from self.inner.capture([row])
 
     cluster = ThreadCluster(lambda spec, number: Refusing(engine_of(world32, spec)), 1)
-    monkeypatch.setattr(ray_run, "RayCluster", cluster.bind)
+    monkeypatch.setattr(crew_run, "RayCluster", cluster.bind)
     with pytest.raises(CaptureError, match="too_long") as caught:
         train(live(world32, tmp_path / "live"), lambda text: None)
     assert bad[0] in str(caught.value)

@@ -22,13 +22,13 @@ from headrace.engines.sglang import engine as sglang
 from headrace.errors import CaptureError, ConfigError, EngineError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import LostError, options_of
+from headrace.extract.crew_run import _options
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
 from headrace.extract.own_server import die_with_parent
 from headrace.extract.parts import make_writer
 from headrace.extract.processes import THREADS, VISIBLE, ProcessCluster, ProcessHandle, share_gpus
-from headrace.extract.ray_run import _options
-from headrace.extract.ray_worker import RemoteWorker
+from headrace.extract.remote_worker import RemoteWorker
 from headrace.extract.run import run_extraction
 from headrace.files import read_json
 from headrace.store import Store

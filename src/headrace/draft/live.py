@@ -85,11 +85,11 @@ class Rows:
 
 
 def open_live(config: TrainConfig, target: Target, folder: RowFolder) -> LiveStore:
-    """Open the engines that ``config.from_engine`` names. Errors as of :func:`headrace.extract.ray_run.open_stream`.
+    """Open the engines that ``config.from_engine`` names. Errors as of :func:`headrace.extract.crew_run.open_stream`.
 
     Raises ConfigError for workers both here and on Ray, and for a ``keep`` that holds something already: half of its rows would be of another run.
     """
-    from headrace.extract.ray_run import open_stream
+    from headrace.extract.crew_run import open_stream
 
     live = config.live
     spec = target.spec(live.taps, dtype=live.dtype)

@@ -20,7 +20,7 @@ from headrace.errors import (
     StorageFullError,
     UsageError,
 )
-from headrace.extract.ray_worker import Order, Ready, Report
+from headrace.extract.remote_worker import Order, Ready, Report
 
 FRUITLESS_DEATHS = 5
 """A place whose workers died so often with no row between is given up."""

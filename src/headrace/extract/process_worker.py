@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.extract.worker import Worker
 
 if TYPE_CHECKING:
-    from headrace.extract.ray_worker import RemoteWorker
+    from headrace.extract.remote_worker import RemoteWorker
 
 Call = tuple[str, tuple[Any, ...]]
 """Method of the worker, arguments."""
@@ -70,7 +70,7 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[Call], worker: Remo
 
 def _answer(worker: RemoteWorker, name: str, args: tuple[Any, ...]) -> Answer:
     from headrace.errors import HeadraceError
-    from headrace.extract.ray_worker import as_ours
+    from headrace.extract.remote_worker import as_ours
 
     caught = Caught()
     with caught:

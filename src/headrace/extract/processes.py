@@ -21,7 +21,7 @@ from headrace.errors import ConfigError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import Handle, LostError, options_of
 from headrace.extract.process_worker import Answer
-from headrace.extract.ray_worker import Order, RemoteWorker
+from headrace.extract.remote_worker import Order, RemoteWorker
 
 REAP_SECONDS = 5.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from headrace.errors import EngineError, EngineUnavailableError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import Handle, LostError, options_of
-from headrace.extract.ray_worker import Order, RemoteWorker
+from headrace.extract.remote_worker import Order, RemoteWorker
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 REACH_SECONDS = 10.0

@@ -28,7 +28,7 @@ from headrace.extract.leases import Leases
 from headrace.extract.parts import limits_of, make_writer
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Progress
-from headrace.extract.ray_worker import NEVER, Order, RemoteWorker, Report, Setup
+from headrace.extract.remote_worker import NEVER, Order, RemoteWorker, Report, Setup
 from headrace.extract.worker import Worker
 from headrace.store import StoreWriter
 from headrace.types import Failure, Row

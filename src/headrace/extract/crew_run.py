@@ -13,13 +13,13 @@ from headrace.extract import checks
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import CLOSE_SECONDS, Cluster, Crew
 from headrace.extract.crew_engine import CrewEngine
+from headrace.extract.crew_pipeline import CrewPipeline
 from headrace.extract.disk import DiskGuard
 from headrace.extract.parts import limits_of
 from headrace.extract.processes import ProcessCluster
 from headrace.extract.progress import Progress
 from headrace.extract.ray_cluster import RayCluster
-from headrace.extract.ray_pipeline import RayPipeline
-from headrace.extract.ray_worker import RemoteWorker, Setup
+from headrace.extract.remote_worker import RemoteWorker, Setup
 from headrace.extract.stream import Stream, StreamSetup, StreamWorker
 from headrace.remote import absolute
 from headrace.store.codecs import default_codec
@@ -124,11 +124,11 @@ def _open(config: ExtractConfig, spec: CaptureSpec, cluster: Cluster) -> CrewEng
     return engine
 
 
-def make_ray_pipeline(
+def make_crew_pipeline(
     config: ExtractConfig, engine: CrewEngine, progress: Progress, tokens: int
-) -> RayPipeline:
+) -> CrewPipeline:
     """The driver for ``tokens`` to do."""
-    return RayPipeline(
+    return CrewPipeline(
         engine,
         guard=DiskGuard(config.out, 0, lambda: 0),
         progress=progress,

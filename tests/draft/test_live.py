@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from headrace.draft.train import train
 from headrace.engines import open_engine
 from headrace.engines.base import Engine
 from headrace.errors import CaptureError, ConfigError
-from headrace.extract import crew, ray_run
+from headrace.extract import crew, crew_run
 from headrace.store import Store, StoreWriter
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
@@ -106,7 +107,7 @@ def test_the_curve_is_that_of_training_from_a_store(
             cluster.alive[0].crash("killed by the test", host=True)
 
     cluster.on_wait = reaper
-    monkeypatch.setattr(ray_run, "RayCluster", cluster.bind)
+    monkeypatch.setattr(crew_run, "RayCluster", cluster.bind)
     result = train(live(world32, tmp_path / "live"), lambda text: None)
     assert result["steps"] > 4
     assert_same(world32, tmp_path, tmp_path / "live")
@@ -143,7 +144,7 @@ def test_a_trainer_that_stands_still_holds_the_engine_back(
         engines.append(Slow(engine_of(world32, spec)))
         return engines[-1]
 
-    monkeypatch.setattr(ray_run, "RayCluster", ThreadCluster(make, 1).bind)
+    monkeypatch.setattr(crew_run, "RayCluster", ThreadCluster(make, 1).bind)
     options = live(world32, tmp_path / "live", live={"keep": str(tmp_path / "kept")}, tokens_per_pack=48)
     data = Data.open(options, world32.target)
     try:
@@ -192,7 +193,7 @@ def test_a_row_that_gives_no_capture_ends_training_by_name(
                     yield from self.inner.capture([row])
 
     cluster = ThreadCluster(lambda spec, number: Refusing(engine_of(world32, spec)), 1)
-    monkeypatch.setattr(ray_run, "RayCluster", cluster.bind)
+    monkeypatch.setattr(crew_run, "RayCluster", cluster.bind)
     with pytest.raises(CaptureError, match="too_long") as caught:
         train(live(world32, tmp_path / "live"), lambda text: None)
     assert bad[0] in str(caught.value)
@@ -212,3 +213,14 @@ def test_the_curve_over_the_real_ray(world32: World, tmp_path: Path) -> None:
     source = {"ray": "local", "ray_workers": 1}
     train(live(world32, tmp_path / "live", live=source, epochs=1), lambda text: None)
     assert_same(world32, tmp_path, tmp_path / "live", epochs=1)
+
+
+def test_the_curve_over_a_process_of_this_host(
+    world32: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States through a pipe; Ray is not needed, and not asked for beside it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    train(live(world32, tmp_path / "live", live={"workers": 1}, epochs=1), lambda text: None)
+    assert_same(world32, tmp_path, tmp_path / "live", epochs=1)
+    with pytest.raises(ConfigError, match=r"--live\.workers 1 .*--live\.ray local"):
+        train(live(world32, tmp_path / "both", live={"workers": 1, "ray": "local"}), lambda text: None)

@@ -12,7 +12,7 @@ from headrace.engines.base import Engine
 from headrace.errors import StoreError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import Handle, LostError
-from headrace.extract.ray_worker import Order, RemoteWorker
+from headrace.extract.remote_worker import Order, RemoteWorker
 from headrace.types import CaptureSpec
 
 MakeEngine = Callable[[CaptureSpec, int], Engine]
@@ -61,6 +61,8 @@ class ThreadHandle:
 
 class ThreadCluster:
     """See :class:`headrace.extract.crew.Cluster`. ``size`` may change at any time, as a cluster does."""
+
+    hint = "look at the test"
 
     def __init__(self, make: MakeEngine, size: int) -> None:
         self.make, self.size = make, size

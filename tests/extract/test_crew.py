@@ -14,7 +14,7 @@ import pytest
 from headrace.engines.base import Check, EngineInfo
 from headrace.engines.fake import FingerprintEngine, FingerprintOptions
 from headrace.errors import EngineUnavailableError, IncompleteError, PreflightError, SpecMismatchError
-from headrace.extract import crew, ray_run
+from headrace.extract import crew, crew_run
 from headrace.extract.config import ExtractConfig
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
@@ -60,7 +60,7 @@ class Ground:
         return self.on(ThreadCluster(make, workers), **changes)
 
     def on(self, cluster: ThreadCluster, **changes: Any) -> Outcome:
-        self.patch.setattr(ray_run, "RayCluster", cluster.bind)
+        self.patch.setattr(crew_run, "RayCluster", cluster.bind)
         return run_extraction(ExtractConfig(**{**self.values, **changes}), lambda text: None)
 
     def events(self, kind: str) -> list[dict[str, Any]]:

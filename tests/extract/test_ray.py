@@ -20,9 +20,9 @@ import pytest
 from headrace.cli.parse import parse
 from headrace.errors import ConfigError, EngineUnavailableError, PreflightError, StoreError
 from headrace.extract.config import ExtractConfig
+from headrace.extract.crew_run import open_crew
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
-from headrace.extract.ray_run import open_crew
 from headrace.extract.run import run_extraction
 from headrace.files import read_json
 from headrace.store import Store

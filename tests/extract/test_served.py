@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.extract.events import read_events
+from headrace.extract.files import RunFiles
+from headrace.extract.run import run_extraction
+from headrace.store import Store
 from headrace.testing.extraction import kill_after
-from headrace.testing.served import ServedGround
+from headrace.testing.served import TOLERANCE, ServedGround
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -54,3 +58,27 @@ def test_server_killed_and_started_again_under_a_running_client(ground: ServedGr
     client.join(300)
     assert client.exitcode == 0
     assert_whole(ground, store)
+
+
+def test_two_worker_processes_of_one_server_make_the_store_of_one(
+    ground: ServedGround, tmp_path: Path
+) -> None:
+    """Two clients at a time: neither takes or deletes the other's captures, and both have their part of the staging folder."""
+    one, two = ground.config(tmp_path / "one"), ground.config(tmp_path / "two")
+    run_extraction(one, lambda text: None).done()
+    # Asking for little at a time, else the first worker has all rows before the second is there.
+    few = {**two.engine_options, "tokens_in_flight": 400}
+    two = two.model_copy(update={"workers": 2, "engine_options": few})
+    run_extraction(two, lambda text: None).done()
+    assert_whole(ground, one.out)
+    assert_whole(ground, two.out)
+    alone, shared = Store.open(one.out), Store.open(two.out)
+    assert alone.key_set == shared.key_set
+    for key in alone.key_set:
+        expected = alone[key].states
+        error = (shared[key].states - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(error.max()) <= TOLERANCE
+    events = list(read_events(RunFiles(two.out).events))
+    assert len([event for event in events if event["event"] == "worker_joined"]) == 2
+    assert not [event for event in events if event["event"] in ("worker_lost", "failure", "round")]
+    assert not list((Path(ground.serve.staging) / "clients").iterdir()), "a client has not signed out"

@@ -85,11 +85,11 @@ class Rows:
 
 
 def open_live(config: TrainConfig, target: Target, folder: RowFolder) -> LiveStore:
-    """Open the engines that ``config.from_engine`` names. Errors as of :func:`headrace.extract.ray_run.open_stream`.
+    """Open the engines that ``config.from_engine`` names. Errors as of :func:`headrace.extract.crew_run.open_stream`.
 
-    Raises ConfigError for a ``keep`` that holds something already: half of its rows would be of another run.
+    Raises ConfigError for workers both here and on Ray, and for a ``keep`` that holds something already: half of its rows would be of another run.
     """
-    from headrace.extract.ray_run import open_stream
+    from headrace.extract.crew_run import open_stream
 
     live = config.live
     spec = target.spec(live.taps, dtype=live.dtype)
@@ -97,10 +97,16 @@ def open_live(config: TrainConfig, target: Target, folder: RowFolder) -> LiveSto
         raise ConfigError(
             f"--live.keep {live.keep} is not empty; give a new folder, or train from that store"
         )
+    if live.workers and live.ray and "ray" in live.model_fields_set:
+        raise ConfigError(
+            f"--live.workers {live.workers} are processes of this host, --live.ray {live.ray} is a cluster; leave one out "
+            "(--live.ray-workers is their number there)"
+        )
     rows = Rows(folder)
     extraction = ExtractConfig.model_validate(
         {
             **live.model_dump(exclude={"keep", "in_flight"}),
+            "ray": "" if live.workers else live.ray,
             "rows": str(config.rows),
             "model": config.model,
             "revision": config.revision,

@@ -21,6 +21,8 @@ class LiveOptions(Section):
     """Server URL, for engines that are servers; may be given several times."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine: key=value,key=value."""
+    workers: int = Field(default=0, ge=0)
+    """Worker processes on this host that hold the engines, instead of a Ray cluster; 0 = Ray."""
     ray: str = "local"
     """Ray cluster whose workers hold the engines: its address, auto for the one this host belongs to, or local for one started here."""
     ray_workers: int = Field(default=0, ge=0)

@@ -72,15 +72,18 @@ class ExtractConfig(Section):
     allow_other_settings: bool = False
     """Continue a store although engine settings (not its name or version) differ from those it was begun with."""
 
-    # --- many hosts ----------------------------------------------------------------------------------------------
+    # --- many workers, here or on many hosts --------------------------------------------------------------------
+    workers: int = Field(default=0, ge=0)
+    """Worker processes on this host, each with a connection to the engine and a writer of its own: for engines faster than one
+    process can check, compress and write. Engines that run here have one GPU a worker (or ray_gpus). 0 or 1 = all in this process."""
     ray: str = ""
     """Run on a Ray cluster: its address, auto for the one that this host belongs to (also --ray alone), or local for one
-    started here. Empty: one worker, in this process."""
+    started here. Empty: on this host alone."""
     ray_workers: int = Field(default=0, ge=0)
     """Workers on the cluster, each with an engine of its own; 0 = one a URL, else one for every ray_gpus GPUs, else one a host,
     hosts that join later included."""
     ray_gpus: int = Field(default=0, ge=0)
-    """GPUs of the engine that each worker starts."""
+    """GPUs of the engine that each worker starts, on Ray or on this host."""
     ray_cpus: float = Field(default=1.0, ge=0)
     """Processor cores that each worker reserves."""
     serve: dict[str, Any] = Field(default_factory=dict)
@@ -108,6 +111,11 @@ class ExtractConfig(Section):
     """Disk space to leave free: admission pauses below it (plus what is on its way to disk)."""
     pause_minutes: float = Field(default=60.0, ge=0)
     """How long to wait for disk space before the run stops."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether workers in other processes do the work."""
+        return bool(self.ray) or self.workers > 1
 
     @property
     def place(self) -> str:

@@ -1,6 +1,6 @@
 """The workers of a distributed extraction as the driver sees them: hired, ready, lost, hired again with patience, let go.
 
-What they run on is behind :class:`Cluster` (Ray, or threads in a test). Workers join whenever the cluster has room for
+What they run on is behind :class:`Cluster` (Ray, processes of this host, or threads in a test). Workers join whenever the cluster has room for
 more than there are, and leave by dying; each gets a new number, so that nothing late is mistaken for its successor's.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headrace.errors import (
+    ConfigError,
     EngineError,
     EngineUnavailableError,
     HeadraceError,
@@ -19,7 +20,7 @@ from headrace.errors import (
     StorageFullError,
     UsageError,
 )
-from headrace.extract.ray_worker import Order, Ready, Report
+from headrace.extract.remote_worker import Order, Ready, Report
 
 FRUITLESS_DEATHS = 5
 """A place whose workers died so often with no row between is given up."""
@@ -56,6 +57,9 @@ class Handle(Protocol):
 class Cluster(Protocol):
     """Where workers run."""
 
+    hint: str
+    """What to do when no worker becomes ready, for messages."""
+
     def wanted(self) -> int:
         """Workers there should be now."""
 
@@ -67,6 +71,23 @@ class Cluster(Protocol):
 
     def close(self) -> None:
         """Leave the cluster; idempotent."""
+
+
+def options_of(options: dict[str, Any], urls: list[str], workers: int, place: int) -> dict[str, Any]:
+    """The engine options of the ``place``-th of ``workers``, with its share of ``urls``, or the one that it shares with others.
+
+    Raises ConfigError when it has several and its engine takes one.
+    """
+    if not urls:
+        return dict(options)
+    mine = urls[place::workers] if workers < len(urls) else [urls[place % len(urls)]]
+    if isinstance(options["url"], list):
+        return {**options, "url": mine}
+    if len(mine) > 1:
+        raise ConfigError(
+            f"--url: the engine takes one URL, so {len(urls)} of them need as many workers, and there are {workers}"
+        )
+    return {**options, "url": mine[0]}
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +194,7 @@ class Crew:
         all_given_up = bool(self._places) and all(place.given_up for place in self._places.values())
         if all_given_up or now - self._nobody_since > self.patience:
             raise self._last_error or EngineUnavailableError(
-                f"no worker became ready within {self.patience / 60:g} minutes; look at the cluster (ray status), then run the command again"
+                f"no worker became ready within {self.patience / 60:g} minutes; {self.cluster.hint}, then run the command again"
             )
 
     # --- what becomes of them -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections import Counter
 from headrace.engines.base import Check, EngineInfo
 from headrace.errors import PreflightError, SpecMismatchError
 from headrace.extract.crew import Crew, Member
-from headrace.extract.ray_worker import Ready
+from headrace.extract.remote_worker import Ready
 from headrace.types import CaptureSpec
 
 TICK = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,15 @@ def make_writer(
             shard_bytes=int(config.shard_bytes),
             shard_seconds=60 * config.seal_minutes,
             queue_bytes=_queue_bytes(config),
+            workers=_encoders(config),
             trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
         ),
     )
+
+
+def _encoders(config: ExtractConfig) -> int:
+    """Encoder threads of a writer: one that shares the host has its part of what one alone would take. 0 = that."""
+    return max(1, min(8, (os.cpu_count() or 1) // (2 * config.workers))) if config.workers > 1 else 0
 
 
 def make_guard(

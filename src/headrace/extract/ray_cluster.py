@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from headrace.errors import EngineError, EngineUnavailableError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
-from headrace.extract.crew import Handle, LostError
-from headrace.extract.ray_worker import Order, RemoteWorker
+from headrace.extract.crew import Handle, LostError, options_of
+from headrace.extract.remote_worker import Order, RemoteWorker
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 REACH_SECONDS = 10.0
@@ -71,6 +71,8 @@ class RayCluster:
     Raises PreflightError when Ray is not installed or no host could ever hold a worker, EngineUnavailableError when
     the cluster cannot be reached.
     """
+
+    hint = "look at the cluster (ray status)"
 
     def __init__(
         self,
@@ -142,10 +144,9 @@ class RayCluster:
 
     def start(self, place: int) -> Handle:
         """See :class:`headrace.extract.crew.Cluster`."""
-        options = dict(self._options)
-        urls = self._urls(place)
-        if urls:
-            options["url"] = urls if isinstance(options["url"], list) else urls[0]
+        urls = self.config.url
+        workers = self.config.ray_workers or len(urls)
+        options = options_of(self._options, urls, workers, place)
         group = None
         how: dict[str, Any] = {
             "num_cpus": self.config.ray_cpus,
@@ -162,15 +163,8 @@ class RayCluster:
             strategies = importlib.import_module("ray.util.scheduling_strategies")
             how["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(group)
         elif urls:
-            how |= self._near(urls[0])
+            how |= self._near(urls[place % len(urls)])
         return RayHandle(self.ray, self._actor.options(**how).remote(self._setup(options)), group)
-
-    def _urls(self, place: int) -> list[str]:
-        """The servers of a worker: its share of them, or the one it shares with others."""
-        urls, workers = self.config.url, self.config.ray_workers or len(self.config.url)
-        if not urls:
-            return []
-        return urls[place::workers] if workers < len(urls) else [urls[place % len(urls)]]
 
     def _near(self, url: str) -> dict[str, Any]:
         """Options that put an actor on the host of ``url``, if that is one of the cluster: captures pass through its memory."""

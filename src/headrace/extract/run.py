@@ -40,7 +40,7 @@ from headrace.types import Row
 
 if TYPE_CHECKING:
     from headrace.extract.crew_engine import CrewEngine
-    from headrace.extract.ray_pipeline import RayPipeline
+    from headrace.extract.crew_pipeline import CrewPipeline
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -151,7 +151,7 @@ class Extraction:
         return selection
 
     def _open_engine(self, longest: int) -> Engine | CrewEngine:
-        if self.config.ray:
+        if self.config.distributed:
             return self._open_crew(longest)
         if self.given_engine is not None:
             return self.given_engine
@@ -161,10 +161,8 @@ class Extraction:
 
     def _open_crew(self, longest: int) -> CrewEngine:
         if self.given_engine is not None:
-            raise ConfigError(
-                "workers on a Ray cluster open their engines themselves; name one with engine = ..."
-            )
-        from headrace.extract.ray_run import open_crew
+            raise ConfigError("workers open their engines themselves; name one with engine = ...")
+        from headrace.extract.crew_run import open_crew
 
         crew = open_crew(self.config, self.spec, self.codec, longest)
         self.stack.callback(self._close_engine)
@@ -186,7 +184,7 @@ class Extraction:
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _pipeline(self, budget: Budget, selection: Selection) -> Pipeline | RayPipeline:
+    def _pipeline(self, budget: Budget, selection: Selection) -> Pipeline | CrewPipeline:
         progress = Progress(
             rows=len(selection.todo),
             tokens=selection.tokens,
@@ -195,11 +193,11 @@ class Extraction:
             bytes_before=selection.tokens_done * self.spec.bytes_per_token,
         )
         if not isinstance(self.engine, Engine):
-            from headrace.extract.ray_run import make_ray_pipeline
+            from headrace.extract.crew_run import make_crew_pipeline
 
             # The store is made here and now: its first workers then only join it, and it is there whatever becomes of them.
             make_writer(self.config, self.spec, self.codec, self.engine).close()
-            return make_ray_pipeline(self.config, self.engine, progress, selection.tokens)
+            return make_crew_pipeline(self.config, self.engine, progress, selection.tokens)
         writer = make_writer(self.config, self.spec, self.codec, self.engine)
         writer.expect(selection.tokens * self.spec.bytes_per_token)
         self.stack.callback(lambda: None if pipeline.aborted else writer.close())
@@ -211,7 +209,9 @@ class Extraction:
             pipeline.reopen = self._reopen
         return pipeline
 
-    def _work(self, pipeline: Pipeline | RayPipeline, selection: Selection, failures: FailureFile) -> Outcome:
+    def _work(
+        self, pipeline: Pipeline | CrewPipeline, selection: Selection, failures: FailureFile
+    ) -> Outcome:
         journal = Journal(self.files, self.config, self.spec, self.engine.info, self.rows, self.codec)
         self.stack.callback(journal.close)
         info, there = self.engine.info, selection.skipped[ALREADY]
@@ -227,7 +227,7 @@ class Extraction:
         return Outcome(result, error)
 
     def _run(
-        self, pipeline: Pipeline | RayPipeline, selection: Selection, watch: Watch
+        self, pipeline: Pipeline | CrewPipeline, selection: Selection, watch: Watch
     ) -> HeadraceError | None:
         """The error of ours that ended the pipeline, if one did; others pass."""
         try:
@@ -258,7 +258,7 @@ class Extraction:
 
     def _account(
         self,
-        pipeline: Pipeline | RayPipeline,
+        pipeline: Pipeline | CrewPipeline,
         selection: Selection,
         failures: FailureFile,
         error: HeadraceError | None,

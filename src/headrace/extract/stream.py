@@ -1,4 +1,4 @@
-"""Captures on demand: rows go to the workers of a crew, their states come back through Ray's object store, nothing touches a disk.
+"""Captures on demand: rows go to the workers of a crew, their states come back through Ray's object store or a pipe, nothing touches a disk.
 
 Whoever asks decides how much is asked for at a time, and that is all there is in flight: a slow reader holds the engines
 back, a slow engine its reader. Workers verify as they always do; a dead one's rows are asked of the others.
@@ -28,7 +28,7 @@ from headrace.extract.leases import Leases
 from headrace.extract.parts import limits_of, make_writer
 from headrace.extract.pipeline import Pipeline
 from headrace.extract.progress import Progress
-from headrace.extract.ray_worker import NEVER, Order, RemoteWorker, Report, Setup
+from headrace.extract.remote_worker import NEVER, Order, RemoteWorker, Report, Setup
 from headrace.extract.worker import Worker
 from headrace.store import StoreWriter
 from headrace.types import Failure, Row

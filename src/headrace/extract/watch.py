@@ -14,7 +14,7 @@ from headrace.extract.progress import Snapshot
 from headrace.extract.view import View
 
 if TYPE_CHECKING:
-    from headrace.extract.ray_pipeline import RayPipeline
+    from headrace.extract.crew_pipeline import CrewPipeline
 
 SHOW_SECONDS = 0.25
 PROGRESS_SECONDS = 5.0
@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(
         self,
-        pipeline: Pipeline | RayPipeline,
+        pipeline: Pipeline | CrewPipeline,
         journal: Journal,
         view: View,
         failures: FailureFile,

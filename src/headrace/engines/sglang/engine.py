@@ -65,8 +65,10 @@ class SglangEngine(Engine):
                 if problem:
                     raise PreflightError(f"server {server.url} cannot be used: {problem}")
                 staging.join(server.facts)
-                server.room = _room(server.facts, spec)
-        budget = options.tokens_in_flight or sum(min(_appetite(facts), _room(facts, spec)) for facts in up)
+                server.room = _room(server.facts, spec, options.clients)
+        budget = options.tokens_in_flight or sum(
+            min(_appetite(facts, options.clients), _room(facts, spec, options.clients)) for facts in up
+        )
         link = Link(spec, options, servers, staging, budget)
         return cls(target, link, _info(up, budget))
 
@@ -117,15 +119,18 @@ def _ranks(facts: Facts) -> int:
     return max(1, int(facts.settings.get("dp_size") or 1))
 
 
-def _appetite(facts: Facts) -> int:
-    """Tokens in flight that keep a server busy."""
+def _appetite(facts: Facts, clients: int) -> int:
+    """Tokens in flight that keep a server busy, or one of several clients' part of them."""
     forward = max(_LEAST_FORWARD, int(facts.settings.get("chunked_prefill_size") or 0))
-    return _FORWARDS * forward * _ranks(facts)
+    return max(1, _FORWARDS // clients) * forward * _ranks(facts)
 
 
-def _room(facts: Facts, spec: CaptureSpec) -> int:
-    """Tokens whose captures fit a server's staging; some space is left for the unevenness of ranks and other clients."""
-    return max(1, int(0.8 * facts.staging_bytes * _ranks(facts) / (spec.bytes_per_token + 64)))
+def _room(facts: Facts, spec: CaptureSpec, clients: int) -> int:
+    """Tokens whose captures fit this client's part of a server's staging; some space is left for the unevenness of ranks.
+
+    A full folder holds up the server's scheduler, and so all of its clients.
+    """
+    return max(1, int(0.8 * facts.staging_bytes * _ranks(facts) / (spec.bytes_per_token + 64)) // clients)
 
 
 def _info(up: list[Facts], budget: int) -> EngineInfo:

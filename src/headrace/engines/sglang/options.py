@@ -16,7 +16,9 @@ class SglangOptions(EngineOptions):
     staging: str = ""
     """Where the servers' staging folder is seen from here; as the servers name it when empty."""
     tokens_in_flight: int = Field(default=0, ge=0)
-    """Tokens sent and not answered, over all servers; 0 = four forwards' worth a server, less if its staging holds less."""
+    """Tokens sent and not answered, over all servers; 0 = eight forwards' worth a server, less if its staging holds less, shared by the clients."""
+    clients: int = Field(default=1, ge=1)
+    """Clients of the same servers at one time, this one included: each has its part of what the servers hold for them."""
     attempts: int = Field(default=3, ge=1)
     """Tries of a row whose answer fails verification."""
     timeout_s: float = Field(default=900.0, gt=0)

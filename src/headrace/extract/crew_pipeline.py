@@ -19,7 +19,7 @@ from headrace.extract.crew_engine import TICK, CrewEngine
 from headrace.extract.disk import DiskGuard
 from headrace.extract.leases import Leases
 from headrace.extract.progress import Progress
-from headrace.extract.ray_worker import Order, Report
+from headrace.extract.remote_worker import Order, Report
 from headrace.extract.stages import Flight, Limits, Notes, Verifier
 from headrace.types import Failure, Row
 
@@ -33,7 +33,7 @@ MOMENT = 1.0
 UNLIMITED = 1 << 62
 
 
-class RayPipeline:
+class CrewPipeline:
     """Takes rows through a crew into a store. Used once: :meth:`run`, in the thread that takes the signals."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Puts a distributed extraction together: the cluster, its crew, and the pipeline that drives it."""
+"""Puts a distributed extraction together: its cluster (Ray, or processes of this host), its crew, and the pipeline that drives it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headrace.engines.base import engine_class
 from headrace.errors import ConfigError, PreflightError
 from headrace.extract import checks
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import CLOSE_SECONDS, Cluster, Crew
 from headrace.extract.crew_engine import CrewEngine
+from headrace.extract.crew_pipeline import CrewPipeline
 from headrace.extract.disk import DiskGuard
 from headrace.extract.parts import limits_of
+from headrace.extract.processes import ProcessCluster
 from headrace.extract.progress import Progress
 from headrace.extract.ray_cluster import RayCluster
-from headrace.extract.ray_pipeline import RayPipeline
-from headrace.extract.ray_worker import Setup
+from headrace.extract.remote_worker import RemoteWorker, Setup
 from headrace.extract.stream import Stream, StreamSetup, StreamWorker
 from headrace.remote import absolute
 from headrace.store.codecs import default_codec
@@ -28,13 +30,13 @@ SEAL_SECONDS = 600.0
 
 
 def open_crew(config: ExtractConfig, spec: CaptureSpec, codec: str, longest: int) -> CrewEngine:
-    """Join the cluster and wait for the first worker. ``longest``: tokens of the longest row.
+    """Open the cluster and wait for the first worker. ``longest``: tokens of the longest row.
 
     Raises ConfigError for options that exclude each other, PreflightError or EngineUnavailableError when there is no
     cluster or no worker, and whatever the first worker's engine raises.
     """
     setup = _setup_maker(config, spec, codec, longest)
-    return _open(config, spec, RayCluster(config, setup, _options(config)))
+    return _open(config, spec, _cluster(config, setup))
 
 
 def open_stream(
@@ -49,7 +51,7 @@ def open_stream(
     def setup(options: dict[str, Any]) -> StreamSetup:
         return StreamSetup(base(options), keep)
 
-    engine = _open(config, spec, RayCluster(config, setup, _options(config), StreamWorker))
+    engine = _open(config, spec, _cluster(config, setup, StreamWorker))
     try:
         checks.check_engine(config, engine, log.info)
     except PreflightError:
@@ -59,12 +61,31 @@ def open_stream(
     return Stream(engine, get, SEAL_SECONDS if keep else CLOSE_SECONDS)
 
 
+def _cluster(
+    config: ExtractConfig, setup: Callable[[dict[str, Any]], Any], worker: type[RemoteWorker] = RemoteWorker
+) -> Cluster:
+    options = _options(config)
+    if config.ray:
+        return RayCluster(config, setup, options, worker)
+    return ProcessCluster(config, setup, options, worker)
+
+
 def _options(config: ExtractConfig) -> dict[str, Any]:
+    """Engine options of all workers. Raises ConfigError for options that exclude each other."""
+    if config.workers > 1 and config.ray:
+        raise ConfigError(
+            f"--workers {config.workers} are processes of this host, --ray runs workers on a cluster; leave one out "
+            "(--ray-workers is their number there)"
+        )
     if config.url and config.ray_gpus:
         raise ConfigError(
             "--ray-gpus are for engines that workers start; with --url the servers have them already"
         )
-    return checks.engine_options(config.model_copy(update={"url": config.url[:1]}))
+    options = checks.engine_options(config.model_copy(update={"url": config.url[:1]}))
+    workers, servers = config.workers or config.ray_workers, len(config.url)
+    if workers > servers > 0 and "clients" in engine_class(config.engine).Options.model_fields:
+        options.setdefault("clients", -(-workers // servers))
+    return options
 
 
 def _setup_maker(
@@ -103,11 +124,11 @@ def _open(config: ExtractConfig, spec: CaptureSpec, cluster: Cluster) -> CrewEng
     return engine
 
 
-def make_ray_pipeline(
+def make_crew_pipeline(
     config: ExtractConfig, engine: CrewEngine, progress: Progress, tokens: int
-) -> RayPipeline:
+) -> CrewPipeline:
     """The driver for ``tokens`` to do."""
-    return RayPipeline(
+    return CrewPipeline(
         engine,
         guard=DiskGuard(config.out, 0, lambda: 0),
         progress=progress,

@@ -1,6 +1,6 @@
 """What runs in each worker of a distributed extraction: one engine, one pipeline, one writer, and orders from the driver.
 
-A plain class: Ray makes an actor of it, a test may put it in a thread. It captures what it is handed, writes its own
+A plain class: Ray makes an actor of it, a process of its own may serve it, a test may put it in a thread. It captures what it is handed, writes its own
 shards, and reports each row written, sealed or failed; it decides nothing about rows, the driver does.
 """
 
@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from headrace.extract.worker import Worker
 from headrace.store import StoreWriter
 from headrace.target import Target
 from headrace.types import CaptureSpec, Failure, Row
+
+if TYPE_CHECKING:
+    from headrace.extract.own_server import OwnServer
 
 NEVER = 1 << 60
 LOOK_SECONDS = 0.02
@@ -115,6 +118,7 @@ class RemoteWorker:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._stack = contextlib.ExitStack()
+        self._server: OwnServer | None = None
         self._outbox = Report()
         self._lock = threading.Condition()
         self._unsealed: deque[str] = deque()
@@ -157,12 +161,17 @@ class RemoteWorker:
         if self.config.engine == "sglang" and not options.get("url"):
             from headrace.extract.own_server import OwnServer
 
-            server = OwnServer(self.config, target)
-            self._stack.callback(server.stop)
-            options["url"] = [server.start()]
+            self._server = OwnServer(self.config, target)
+            self._stack.callback(self._server.stop)
+            options["url"] = [self._server.start()]
         engine = open_engine(self.config.engine, target, self.spec, options)
         self._stack.callback(engine.close)
         return engine
+
+    def abandon(self) -> None:
+        """The driver is gone: end what would outlive this process. May be called by any thread, whatever others do here."""
+        if self._server is not None:
+            self._server.stop()
 
     def _begin(self) -> None:
         """Open the writer and start the pipeline: from the first order on, when the driver has accepted this worker."""

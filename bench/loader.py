@@ -1,6 +1,6 @@
 """What the reader delivers from disk to the device, and what the trainer eats of it: tokens/s by codec and threads, cold and warm.
 
-    python bench/loader.py [--hidden 576] [--gigabytes 4] [--threads 2 4] [--disk FOLDER] [--json FILE]
+    python bench/loader.py [--hidden 576] [--gigabytes 4] [--threads 4] [--processes 2 4] [--disk FOLDER] [--json FILE]
 
 States are random normal numbers, which the codecs shrink about as far as real ones. "cold" reads files whose pages were
 dropped from memory first; on a virtual machine the host below may still hold them. "training" is the product's own
@@ -37,7 +37,12 @@ REPORTS = 9
 def arguments(parser: argparse.ArgumentParser) -> None:
     train.arguments(parser)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="raw bytes of a store, in 1e9")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4], help="threads that read and decode")
+    parser.add_argument(
+        "--threads", type=int, nargs="*", default=[4], help="numbers of threads that read and decode"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=[2, 4], help="numbers of processes that do so"
+    )
     parser.add_argument("--codecs", choices=CODECS, nargs="+", default=list(CODECS))
     parser.add_argument("--disk", type=Path, help="where the stores go (default: a temporary folder)")
 
@@ -92,18 +97,23 @@ class Reading:
         self.placing = Placing(machine.device, machine.dtype, padded=machine.compiled)
         self._trainer: Trainer | None = None
 
-    def packs(self, store: Store, threads: int, epochs: int | None) -> StorePacks:
-        loader = {"token_budget": self.args.pack, "epochs": epochs, "threads": threads}
+    def packs(self, store: Store, how: tuple[str, int], epochs: int | None) -> StorePacks:
+        loader = {"token_budget": self.args.pack, "epochs": epochs, how[0]: how[1]}
         return StorePacks(store, store.keys(), (2, 15, 27), self.placing, loader)
 
-    def deliver(self, store: Store, threads: int) -> float:
-        """Tokens a second of one pass of all packs onto the device, nothing done with them."""
-        began, tokens = time.perf_counter(), 0
-        for pack in self.packs(store, threads, epochs=1):
-            tokens += pack.tokens
-        if self.machine.device.type == "cuda":
-            torch.cuda.synchronize()
-        return tokens / (time.perf_counter() - began)
+    def deliver(self, store: Store, how: tuple[str, int], passes: int) -> list[float]:
+        """Tokens a second of each pass of all packs onto the device, nothing done with them; from the first pack on, since
+        processes take their time to start."""
+        rates, began, tokens, epoch = [], 0.0, 0, -1
+        packs = self.packs(store, how, epochs=passes)
+        for pack in packs:
+            now = time.perf_counter()
+            if packs.state_dict()["epoch"] != epoch:
+                rates += [tokens / (now - began)] if began else []
+                began, tokens, epoch = now, 0, packs.state_dict()["epoch"]
+            else:
+                tokens += pack.tokens
+        return [*rates, tokens / (time.perf_counter() - began)]
 
     def eat(self, packs: Packs) -> tuple[float, float]:
         """Tokens a second and busy share of training on ``packs``; the first third, which warms up, is left out. One trainer takes
@@ -154,17 +164,16 @@ def run(bench: common.Bench) -> None:
             size = store.spec.bytes_per_token
             if not most:
                 # Padded to the same sizes, so that nothing is compiled twice.
-                memory.placing = reading.packs(store, 1, epochs=1).placing
+                memory.placing = reading.packs(store, ("threads", 1), epochs=1).placing
                 most, busy = reading.eat(memory)
                 print(f"from memory on the device: {most:,.0f} tokens/s, busy {busy:.3f}", flush=True)
-            for threads in args.threads:
+            for how in [("threads", n) for n in args.threads] + [("processes", n) for n in args.processes]:
                 forget(Path(temporary) / codec)
-                cold = reading.deliver(store, threads)
-                warm = statistics.median(reading.deliver(store, threads) for _ in range(2))
-                eaten, busy = reading.eat(reading.packs(store, threads, epochs=None))
+                cold, *warm = reading.deliver(store, how, passes=3)
+                eaten, busy = reading.eat(reading.packs(store, how, epochs=None))
                 bench.row(
-                    codec=codec, hidden=args.hidden, threads=threads, cold=cold, warm=warm, cold_gb_per_s=cold * size / 1e9,
-                    training=eaten, of_memory=eaten / most, gpu_busy=busy,
+                    codec=codec, hidden=args.hidden, readers=f"{how[1]} {how[0]}", cold=cold, warm=statistics.median(warm),
+                    warm_gb_per_s=statistics.median(warm) * size / 1e9, training=eaten, of_memory=eaten / most, gpu_busy=busy,
                 )  # fmt: skip
                 print(json.dumps(bench.rows[-1]), flush=True)
                 bench.save()

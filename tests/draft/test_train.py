@@ -15,8 +15,9 @@ from headrace.config import build
 from headrace.data.rows import RowFolder
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import TrainConfig
-from headrace.draft.setup import Data
+from headrace.draft.setup import Data, reader_processes
 from headrace.draft.train import train
+from headrace.draft.trainer import Machine
 from headrace.errors import ConfigError, HeadraceError, SpecMismatchError
 from headrace.store import Store
 
@@ -68,13 +69,30 @@ def test_it_learns_and_leaves_a_drafter(world: World, tmp_path: Path) -> None:
 
 
 def test_one_seed_gives_identical_losses_and_weights(world: World, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train(config(world, tmp_path / name), quiet)
+    """Whoever reads: threads, or processes."""
+    for name, readers in (("a", 0), ("b", 2)):
+        train(config(world, tmp_path / name, readers=readers), quiet)
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     weights = [load_file(tmp_path / n / "model.safetensors") for n in ("a", "b")]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     train(config(world, tmp_path / "c", seed=1), quiet)
     assert losses(tmp_path / "c") != losses(tmp_path / "a")
+
+
+def test_readers_are_processes_where_a_gpu_is_fed_from_a_disk(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Machine(torch.device("cuda", 0), True, "flex", True, True)
+    cpu = Machine(torch.device("cpu"), False, "eager", False, False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    mine = config(world, tmp_path / "d")
+    assert [reader_processes(mine, machine) for machine in (gpu, cpu)] == [4, 0]
+    assert reader_processes(mine.model_copy(update={"readers": 7}), cpu) == 7
+    assert reader_processes(mine.model_copy(update={"store": "s3://b/s"}), gpu) == 0
+    assert reader_processes(mine.model_copy(update={"from_engine": "hf", "readers": 7}), gpu) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert reader_processes(mine, gpu) == 2
 
 
 def test_tr15_no_row_is_on_both_sides_and_none_is_lost(world: World, tmp_path: Path) -> None:

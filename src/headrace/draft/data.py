@@ -124,7 +124,7 @@ class StorePacks:
     def __init__(
         self, store: Store, keys: Sequence[str], taps: Sequence[Tap], placing: Placing, loader: dict[str, Any]
     ) -> None:
-        """``loader``: the options of a DealtLoader: token_budget, seed, epochs (None = without end), shuffle, rank, workers, threads."""
+        """``loader``: the options of a DealtLoader: token_budget, seed, epochs (None = without end), shuffle, rank, workers, threads, processes."""
         from headrace.draft.dealing import DealtLoader
 
         if placing.everywhere and store.final_positions != "all":

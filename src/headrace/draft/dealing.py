@@ -27,6 +27,7 @@ class DealtLoader(PackedLoader):
         rank: int = 0,
         workers: int = 1,
         threads: int = 2,
+        processes: int = 0,
         taps: Sequence[Tap],
         token_budget: int,
         seed: int = 0,
@@ -42,7 +43,7 @@ class DealtLoader(PackedLoader):
             seed=seed,
             epochs=epochs,
             shuffle=shuffle,
-            placement=Placement(threads=threads),
+            placement=Placement(threads=threads, processes=processes),
         )
         self.rank, self.workers = rank, workers
         self._sizes: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from headrace.data.rows import RowFolder
     from headrace.store import Store
     from headrace.store.cache import Cache
+
+MOST_READERS = 4
+CORES_A_READER = 4
 
 
 def _cache(config: TrainConfig) -> Cache | None:
@@ -220,6 +224,17 @@ def readers(config: TrainConfig) -> int:
     return config.live.in_flight if config.from_engine else config.threads
 
 
+def reader_processes(config: TrainConfig, machine: Machine) -> int:
+    """Processes that read, for each worker."""
+    if config.readers >= 0 or config.from_engine:
+        return 0 if config.from_engine else config.readers
+    if machine.device.type != "cuda" or is_url(config.store):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: workers of this host
+    return min(MOST_READERS, cores // here // CORES_A_READER)
+
+
 def train_packs(
     config: TrainConfig, data: Data, target: Target, taps: tuple[int, ...], machine: Machine, workers: Workers
 ) -> StorePacks:
@@ -238,6 +253,7 @@ def train_packs(
         "rank": workers.rank,
         "workers": workers.count,
         "threads": readers(config),
+        "processes": reader_processes(config, machine),
     }
     return StorePacks(data.store, data.train, taps, placing, loader)
 

@@ -44,6 +44,7 @@ _FREE = frozenset(
     {
         "out",
         "threads",
+        "readers",
         "save_minutes",
         "tensorboard",
         "log_every",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -28,11 +27,6 @@ Answer = tuple[bool, Any]
 
 def main(fd: int) -> None:
     """Serve the driver at the other end of ``fd``; never returns."""
-    # A service manager or a terminal tells the whole group to stop. The driver drains its workers then, and they end with it.
-    # Functions, not SIG_IGN: that would be inherited by a server started here, which must hear its SIGTERM.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: None)
-    os.set_inheritable(fd, False)
     caught = Caught()
     with caught:
         _serve(Connection(fd))

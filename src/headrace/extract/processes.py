@@ -7,15 +7,12 @@ pipe ends with it, however it ends.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from headrace.child import Child
 from headrace.engines.base import engine_class
 from headrace.errors import ConfigError
 from headrace.extract.config import ExtractConfig
@@ -23,7 +20,6 @@ from headrace.extract.crew import Handle, LostError, options_of
 from headrace.extract.process_worker import Answer
 from headrace.extract.remote_worker import Order, RemoteWorker
 
-REAP_SECONDS = 5.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 
@@ -32,20 +28,8 @@ class ProcessHandle:
     """One worker process. See :class:`headrace.extract.crew.Handle`."""
 
     def __init__(self, worker: type[RemoteWorker], setup: Any, environment: dict[str, str]) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        fd = theirs.fileno()
-        # Not multiprocessing's own processes: those import the user's script again and take their environment from ours.
-        start = "import sys; sys.path[:] = {}; from headrace.extract.process_worker import main; main({})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", start.format([str(place) for place in sys.path], fd)],
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a library prints must not get between the lines of --json
-            pass_fds=[fd],
-            start_new_session=True,  # Ctrl-C is the driver's to take
-        )
-        theirs.close()
-        self._killed = False
+        self.child = Child("headrace.extract.process_worker:main", environment=environment)
+        self.connection, self.process = self.child.connection, self.child.process
         self._send((worker, setup))
 
     def open(self) -> None:
@@ -62,8 +46,8 @@ class ProcessHandle:
 
     @property
     def dead(self) -> bool:
-        """Whether the process has ended. Its pipe may be held open by a child of it."""
-        return self.process.poll() is not None
+        """Whether the process has ended."""
+        return self.child.dead
 
     def result(self) -> Any:
         """See :class:`headrace.extract.crew.Handle`."""
@@ -72,35 +56,15 @@ class ProcessHandle:
                 raise EOFError
             answer: Answer = self.connection.recv()
         except (EOFError, OSError):
-            raise LostError(f"worker process {self.process.pid} {self._end()}") from None
+            raise LostError(f"worker process {self.process.pid} {self.child.end()}") from None
         returned, value = answer
         if returned:
             return value
         raise value
 
-    def _end(self) -> str:
-        """What became of it, for messages."""
-        try:
-            code = self.process.wait(REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "has closed its pipe"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:  # a real-time signal has no name
-            return f"was killed by signal {-code}"
-
     def kill(self) -> None:
         """See :class:`headrace.extract.crew.Handle`. A server that it started ends with it (:mod:`headrace.extract.own_server`)."""
-        if self._killed:
-            return
-        self._killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what its engine has forked, too
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a file system
-            self.process.wait(REAP_SECONDS)
-        self.connection.close()
+        self.child.kill()
 
 
 class ProcessCluster:

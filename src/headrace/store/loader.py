@@ -1,4 +1,4 @@
-"""From a store to training batches: shuffled exactly, packed under a token budget, decoded ahead by threads, resumable.
+"""From a store to training batches: shuffled exactly, packed under a token budget, decoded ahead by threads or processes, resumable.
 
 The order of a run is a pure function of the seed, the epoch, the keys and their lengths: it is computed, never drawn as
 the run goes, so a position in it is two numbers and resuming costs nothing.
@@ -11,7 +11,7 @@ import collections
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from headrace.bits import TORCH_DTYPES, bits_of
 from headrace.errors import ConfigError, SpecMismatchError
 from headrace.store.format import Array
 from headrace.store.reader import Missing, Store
+from headrace.store.reading import Arrays, Readers, fill
 from headrace.types import Capture, Tap
 
 OPEN = 32
@@ -63,8 +64,11 @@ class Placement:
     dropped. They differ from epoch to epoch."""
     threads: int = 2
     """Decoder threads."""
+    processes: int = 0
+    """Decoder processes in place of threads, each of which takes a whole batch: several times the rate on a machine of many cores.
+    They take seconds to start, and the store must be one that can be opened there again."""
     prefetch: int = 3
-    """Batches decoded ahead."""
+    """Batches decoded ahead; at least one more than there are processes."""
     pin_memory: bool | None = None
     """Pinned host memory, so that copies to the GPU overlap; None: when CUDA is there."""
 
@@ -146,28 +150,42 @@ class PackedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         positions = self._positions()
-        waiting: collections.deque[_Assembly] = collections.deque()
-        with ThreadPoolExecutor(self.placement.threads, "headrace-load") as pool:
-            try:
-                while True:
-                    while (
-                        len(waiting) < max(1, self.placement.prefetch)
-                        and (at := next(positions, None)) is not None
-                    ):
-                        waiting.append(self._start(pool, *at))
-                    if not waiting:
-                        return
-                    batch = waiting.popleft().finish()
-                    self._epoch, self._next = batch.epoch, batch.index // self.placement.world_size + 1
-                    yield batch
-            finally:
-                for assembly in waiting:
-                    assembly.cancel()
+        place = self.placement
+        ahead = max(1, place.prefetch, place.processes + 1 if place.processes else 0)
+        waiting: collections.deque[_Plan] = collections.deque()
+        with self._decoder(ahead) as decoder:
+            while True:
+                while len(waiting) < ahead and (at := next(positions, None)) is not None:
+                    waiting.append(self._planned(*at))
+                    decoder.begin(waiting[-1])
+                if not waiting:
+                    return
+                plan = waiting.popleft()
+                batch = plan.batch(decoder.next())
+                self._epoch, self._next = plan.epoch, plan.index // place.world_size + 1
+                yield batch
 
-    def _start(self, pool: ThreadPoolExecutor, epoch: int, number: int) -> _Assembly:
+    def _decoder(self, ahead: int) -> _Threads | _Processes:
+        return (_Processes if self.placement.processes else _Threads)(self, ahead)
+
+    def _planned(self, epoch: int, number: int) -> _Plan:
         index = number * self.placement.world_size + self.placement.rank
         places = self.plan(epoch)[index]
-        return _Assembly(self, pool, epoch, index, [self.keys[i] for i in places], self._lengths[places])
+        starts = np.concatenate([[0], np.cumsum(self._lengths[places])]).astype(np.int32)
+        return _Plan(epoch, index, tuple(self.keys[i] for i in places), starts)
+
+    def _room(self, tokens: int) -> _Room:
+        """Memory for a batch of ``tokens``."""
+        spec, pin = self.store.spec, self._pin
+        shape = (len(self.taps), tokens, spec.hidden_size)
+        states = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], pin_memory=pin)
+        ids = torch.empty(tokens, dtype=torch.int64, pin_memory=pin)
+        mask, kept = (torch.empty(tokens, dtype=torch.bool, pin_memory=pin) for _ in range(2))
+        # Seen as numpy once for the batch: every small operation of torch gives up the GIL, and the threads that decode then wait
+        # for one another more than they work.
+        return _Room(
+            states, ids, mask, kept, Arrays(bits_of(states), ids.numpy(), mask.numpy(), kept.numpy())
+        )
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -191,66 +209,102 @@ class PackedLoader:
         return digest.hexdigest()
 
 
-class _Assembly:
-    """One batch being filled by the pool: each document is decoded straight into its place."""
+class _Room(NamedTuple):
+    """The tensors of a batch, and the same memory as arrays."""
 
-    def __init__(
-        self,
-        loader: PackedLoader,
-        pool: ThreadPoolExecutor,
-        epoch: int,
-        index: int,
-        keys: list[str],
-        lengths: Array,
-    ) -> None:
-        self.epoch, self.index, self.keys = epoch, index, keys
-        self.starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        total, spec = int(self.starts[-1]), loader.store.spec
-        shape = (len(loader.taps), total, spec.hidden_size)
-        self.states = torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype], pin_memory=loader._pin)
-        self.ids = torch.empty(total, dtype=torch.int64, pin_memory=loader._pin)
-        self.mask = torch.empty(total, dtype=torch.bool, pin_memory=loader._pin)
-        self.kept = torch.ones(total, dtype=torch.bool, pin_memory=loader._pin)
-        # Seen as numpy once for the batch: every small operation of torch gives up the GIL, and the threads that decode then wait
-        # for one another more than they work.
-        self._bits = bits_of(self.states)
-        self._arrays = (self.ids.numpy(), self.mask.numpy(), self.kept.numpy())
-        self._loader = loader
-        self._futures: list[Future[None]] = [pool.submit(self._fill, number) for number in range(len(keys))]
+    states: torch.Tensor
+    ids: torch.Tensor
+    mask: torch.Tensor
+    kept: torch.Tensor
+    arrays: Arrays
 
-    def _fill(self, number: int) -> None:
-        store, key = self._loader.store, self.keys[number]
-        place = slice(int(self.starts[number]), int(self.starts[number + 1]))
-        ids, mask, kept = self._arrays
-        ids[place], mask[place] = store.tokens_of(key)
-        if store.final_positions != "all":
-            kept[place] = store.final_kept(key)
-        store.read_bits(key, self._bits[:, place], self._loader.taps, missing="zero")
 
-    def finish(self) -> Batch:
-        for future in self._futures:
-            future.result()
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A batch to be decoded."""
+
+    epoch: int
+    index: int
+    keys: tuple[str, ...]
+    starts: Array
+
+    def batch(self, room: _Room) -> Batch:
+        """The batch whose documents have been decoded into ``room``."""
         lengths = np.diff(self.starts)
         documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions = np.arange(int(self.starts[-1]), dtype=np.int64) - np.repeat(
-            self.starts[:-1].astype(np.int64), lengths
-        )
+        first = np.repeat(self.starts[:-1].astype(np.int64), lengths)
         return Batch(
-            keys=tuple(self.keys),
-            ids=self.ids,
-            mask=self.mask,
-            states=self.states,
-            final_kept=self.kept,
+            keys=self.keys,
+            ids=room.ids,
+            mask=room.mask,
+            states=room.states,
+            final_kept=room.kept,
             documents=torch.from_numpy(documents),
-            positions=torch.from_numpy(positions),
+            positions=torch.from_numpy(np.arange(int(self.starts[-1]), dtype=np.int64) - first),
             starts=torch.from_numpy(self.starts),
             epoch=self.epoch,
             index=self.index,
         )
 
-    def cancel(self) -> None:
-        for future in self._futures:
-            future.cancel()
+
+class _Threads:
+    """Decodes batches in threads: each document straight into its place."""
+
+    def __init__(self, loader: PackedLoader, ahead: int) -> None:
+        self._loader = loader
+        self._pool = ThreadPoolExecutor(loader.placement.threads, "headrace-load")
+        self._out: collections.deque[tuple[_Room, list[Future[None]]]] = collections.deque()
+
+    def begin(self, plan: _Plan) -> None:
+        """Have ``plan`` decoded."""
+        loader, starts = self._loader, plan.starts.tolist()
+        room = loader._room(starts[-1])
+        futures = [
+            self._pool.submit(fill, loader.store, key, slice(start, stop), room.arrays, loader.taps)
+            for key, start, stop in zip(plan.keys, starts[:-1], starts[1:], strict=True)
+        ]
+        self._out.append((room, futures))
+
+    def next(self) -> _Room:
+        """What was begun first, once it is there. Raises what decoding it raised."""
+        room, futures = self._out.popleft()
+        for future in futures:
+            future.result()
+        return room
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Processes:
+    """Decodes batches in processes. What they share with this one is copied out at once, so that it can be used again."""
+
+    def __init__(self, loader: PackedLoader, ahead: int) -> None:
+        self._loader = loader
+        place = loader.placement
+        tokens = min(loader.token_budget, int(loader._lengths.sum()))
+        self._readers = Readers(loader.store, loader.taps, place.processes, slots=ahead, tokens=tokens)
+
+    def begin(self, plan: _Plan) -> None:
+        """See :meth:`_Threads.begin`."""
+        self._readers.begin(plan.keys, plan.starts)
+
+    def next(self) -> _Room:
+        """See :meth:`_Threads.next`."""
+        with self._readers.next() as arrays:
+            room = self._loader._room(len(arrays.ids))
+            for mine, theirs in zip(room.arrays, arrays, strict=True):
+                np.copyto(mine, theirs)
+        return room
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._readers.close()
 
 
 def pack(lengths: Array, places: Array, budget: int) -> list[Array]:

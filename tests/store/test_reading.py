@@ -1,0 +1,133 @@
+"""Batches decoded by processes: those that threads make, whoever dies, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from headrace.errors import CorruptError, StoreError
+from headrace.store import Batch, PackedLoader, Placement, Store
+from headrace.testing.store import flip_bit, make_row, make_spec, shard_files, write_store
+
+ROWS = [make_row(seed, 3 + 7 * seed % 61) for seed in range(40)]
+PARTS = ("ids", "mask", "states", "final_kept", "documents", "positions", "starts")
+
+
+@pytest.fixture(autouse=True)
+def nobody_left() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    assert not set(psutil.Process().children()) - before
+
+
+def loader(store: Store, processes: int, **options: Any) -> PackedLoader:
+    place = Placement(processes=processes, threads=2)
+    return PackedLoader(store, token_budget=128, placement=place, **{"seed": 3, **options})
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    assert (left.keys, left.epoch, left.index) == (right.keys, right.epoch, right.index)
+    for name in PARTS:
+        mine, theirs = getattr(left, name), getattr(right, name)
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ({}, {"codec": "bf16-planes"}),
+        ({}, {"codec": "fp8", "final_positions": "supervised"}),
+        ({"dtype": "float32"}, {"codec": "raw"}),
+    ],
+)
+def test_they_make_what_threads_make(tmp_path: Path, spec: dict[str, Any], options: dict[str, Any]) -> None:
+    made = make_spec(**spec)
+    store = Store.open(write_store(tmp_path / "s", ROWS, spec=made, captures_a_shard=9, **options))
+    taps = ("final", made.taps[0])
+    theirs = list(loader(store, 0, epochs=2, taps=taps))
+    mine = list(
+        loader(store, 3, epochs=2, taps=taps)
+    )  # kept whole: no batch may be overwritten by a later one
+    assert len(mine) == len(theirs) > 10
+    for left, right in zip(mine, theirs, strict=True):
+        assert_same(left, right)
+
+
+def test_a_loader_left_early_goes_on_where_it_was(tmp_path: Path) -> None:
+    store = Store.open(write_store(tmp_path / "s", ROWS))
+    first, whole = loader(store, 2), list(loader(store, 0))
+    for number, batch in enumerate(first):
+        assert_same(batch, whole[number])
+        if number == 2:
+            break
+    rest = loader(store, 2)
+    rest.load_state_dict(first.state_dict())
+    for left, right in zip(rest, whole[3:], strict=True):
+        assert_same(left, right)
+
+
+def test_damage_is_told_as_threads_tell_it(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", ROWS, codec="raw")
+    file = shard_files(path)[0]
+    flip_bit(file, file.stat().st_size - 5)
+    messages = []
+    for processes in (0, 2):
+        with pytest.raises(CorruptError) as caught:
+            list(loader(Store.open(path), processes, shuffle=False))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and "damaged" in messages[0]
+
+
+def test_a_killed_process_says_by_what(tmp_path: Path) -> None:
+    store = Store.open(write_store(tmp_path / "s", ROWS))
+    with pytest.raises(StoreError, match=r"was killed by SIGKILL.*--readers"):
+        for _ in loader(store, 2, epochs=None):
+            for child in psutil.Process().children():
+                child.kill()
+
+
+def test_ctrl_c_is_not_for_them(tmp_path: Path) -> None:
+    """A service manager's SIGTERM to all processes, too: who trains saves its place first, and needs its batches for that."""
+    store = Store.open(write_store(tmp_path / "s", ROWS))
+    batches = iter(loader(store, 2, epochs=3))
+    next(batches)
+    for child in psutil.Process().children():
+        assert os.getpgid(child.pid) != os.getpgid(0)
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+    assert len(list(batches)) > 10
+
+
+@pytest.mark.slow
+def test_they_end_with_the_one_that_reads(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", ROWS)
+    code = (
+        "import sys, time; from headrace.store import *; "
+        "place = Placement(processes=2); store = Store.open(sys.argv[1]); "
+        "batches = iter(PackedLoader(store, token_budget=128, epochs=None, placement=place)); next(batches); "
+        "print('here', flush=True); time.sleep(60)"
+    )
+    # No __main__ guard: a user's script has none.
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    parent = subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "here\n"
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 10
+    while any(map(psutil.Process.is_running, children)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(child.is_running() for child in children)

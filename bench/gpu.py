@@ -33,7 +33,10 @@ from gpu_trace import trace
 from headrace.data.rows import RowWriter
 from headrace.engines import Engine, open_engine
 from headrace.engines.config import ServeConfig
+from headrace.extract import watch
 from headrace.extract.config import ExtractConfig
+from headrace.extract.events import read_events
+from headrace.extract.files import RunFiles
 from headrace.target import Target
 from headrace.testing.engine import row_error
 from headrace.testing.models import make_tiny_model
@@ -107,6 +110,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="measure nothing: one table of these results",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="also extract with so many worker processes",
     )
     parser.add_argument("--count", type=int, default=256, help="prompts of a round")
     parser.add_argument("--repeats", type=int, default=5)
@@ -205,6 +216,7 @@ def run(bench: Bench) -> None:
     if args.merge:
         bench.merge(args.merge)
         return
+    watch.PROGRESS_SECONDS = 0.1  # enough looks to know what was done when the last worker joined
     cuda = torch.cuda.is_available() and not bench.quick
     shape, dtype = (args.shape, "bfloat16") if cuda else ("tiny", "float32")
     flags, radix = flags_of(args.variant, cuda), args.variant == "radix"
@@ -241,7 +253,7 @@ def run(bench: Bench) -> None:
         for server in (capturing, plain):
             server.wait_healthy()
         print(f"values checked and servers ready after {time.perf_counter() - began:.0f} s", flush=True)
-        turns = Turns(target, rows, disk, capturing.url, plain.url, radix)
+        turns = Turns(target, rows, disk, capturing.url, plain.url, radix, args.workers)
         stack.callback(turns.close)
         compare(bench, turns, args.repeats if cuda else 2, shape, began + args.seconds)
         bench.save()
@@ -266,10 +278,17 @@ class Turns:
     """The ways to send one round of prompts."""
 
     def __init__(
-        self, target: Target, rows: list[Row], disk: Path, capturing: str, plain: str, radix: bool
+        self,
+        target: Target,
+        rows: list[Row],
+        disk: Path,
+        capturing: str,
+        plain: str,
+        radix: bool,
+        workers: Sequence[int],
     ) -> None:
         self.target, self.rows, self.disk, self.capturing, self.plain = target, rows, disk, capturing, plain
-        self.radix = radix
+        self.radix, self.workers = radix, workers
         self.spec = target.spec("eagle3", dtype="bfloat16")
         self.tokens = sum(map(len, rows))
         self.bytes_stored = 0
@@ -281,6 +300,10 @@ class Turns:
             WAYS["idle"]: lambda: self.post(self.capturing),
             WAYS["capture"]: self.capture,
             WAYS["extract"]: self.extract,
+            **{
+                extract_by(number): lambda number=number: self.extract_by(number)  # type: ignore[misc]
+                for number in self.workers
+            },
         }
 
     def post(self, url: str) -> None:
@@ -318,20 +341,43 @@ class Turns:
             self._engine.close()
 
     def extract(self) -> float:
+        return self._extract()[0]
+
+    def extract_by(self, workers: int) -> float:
+        """Seconds that all rows would have taken at the rate from when all workers had joined to the end: a process takes seconds
+        to start, which a run of hours does not notice."""
+        ended = self._extract(workers=workers)[1]
+        events = list(read_events(RunFiles(self.disk / "store").events))
+        joined = max(event["time"] for event in events if event["event"] == "worker_joined")
+        looks = [event for event in events if event["event"] == "progress" and event["time"] >= joined]
+        left = self.tokens - looks[0]["tokens_done"]
+        if left < self.tokens / 2:
+            raise SystemExit(f"only {left:,} tokens were left when all workers had joined; give more --count")
+        return float((ended - looks[0]["time"]) * self.tokens / left)
+
+    def _extract(self, **changes: Any) -> tuple[float, float]:
+        """Seconds, and when it ended."""
         config = ExtractConfig(
             rows=self.disk / "rows", model=str(self.target.path), out=self.disk / "store", engine="sglang", url=[self.capturing],
-            dtype="bfloat16", skip_preflight=True, engine_options={"reference": "none"},
+            dtype="bfloat16", skip_preflight=True, engine_options={"reference": "none"}, **changes,
         )  # fmt: skip
         seconds, result = extract_all(config)
+        ended = time.time()
         assert result["captures"] == len(self.rows)
         self.bytes_stored = result["bytes_stored"]
-        return seconds
+        return seconds, ended
+
+
+def extract_by(workers: int) -> str:
+    """The name of that way."""
+    return f"extract by {workers} worker processes"
 
 
 def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) -> None:
     """Interleaved rounds; rates as ratios to plain prefill."""
     args = bench.args
-    wanted = {PLAIN, *(WAYS[way] for way in args.ways)}
+    wanted = {PLAIN, *(WAYS[way] for way in args.ways), *map(extract_by, args.workers)}
+    keeping = {WAYS["capture"], WAYS["extract"], *map(extract_by, args.workers)}
     ways = {name: way for name, way in turns.ways().items() if name in wanted}
     timings = interleaved(ways, repeats=repeats, until=until)
     base = timings[PLAIN].median
@@ -346,11 +392,9 @@ def compare(bench: Bench, turns: Turns, repeats: int, shape: str, until: float) 
     for name, timing in timings.items():
         # Of each repeat to the plain one beside it: what drifts over the run hits both.
         ratios = [p / s for p, s in zip(timings[PLAIN].seconds, timing.seconds, strict=True)]
-        states = (
-            turns.tokens * turns.spec.bytes_per_token if name in (WAYS["capture"], WAYS["extract"]) else 0
-        )
+        states = turns.tokens * turns.spec.bytes_per_token if name in keeping else 0
         row(name, timing.median, ratios, states)
-    if WAYS["extract"] in timings:
+    if turns.bytes_stored:
         alone = sorted(write_alone(turns.disk, turns.bytes_stored) for _ in range(3))
         row(
             "the disk alone, as many bytes as the shards",

@@ -127,22 +127,28 @@ def run(bench: common.Bench) -> None:
         child(args)
         sys.exit()
     alone = start(args, 1, "replicate")
-    base = statistics.median(alone["rates"])
-    many = {parallel: start(args, args.workers, parallel) for parallel in ("replicate", "shard")}
-    for name, workers, found in [("one", 1, alone), *((p, args.workers, f) for p, f in many.items())]:
-        rate = statistics.median(found["rates"])
-        apart = max(abs(a / b - 1) for a, b in zip(found["norms"], alone["norms"], strict=True))
-        bench.row(
-            run=name, workers=workers, hidden=args.hidden, tokens_per_s=rate, of_linear=rate / base / workers,
-            gradient_apart=apart, memory_gib=found["memory"],
-        )  # fmt: skip
-        if workers > 1:
-            bench.target(
-                f"{name}: gradient norms of {COMPARED} updates, apart from one worker's",
-                apart,
-                0.02,
-                apart <= 0.02,
-            )
+    add(bench, "one", 1, alone, alone)
+    for parallel in ("replicate", "shard"):
+        add(bench, parallel, args.workers, start(args, args.workers, parallel), alone)
+
+
+def add(bench: common.Bench, name: str, workers: int, found: dict[str, Any], alone: dict[str, Any]) -> None:
+    """A row at once, so that a run that is cut short keeps what it has."""
+    rate, base = (statistics.median(run["rates"]) for run in (found, alone))
+    apart = max(abs(a / b - 1) for a, b in zip(found["norms"], alone["norms"], strict=True))
+    bench.row(
+        run=name, workers=workers, hidden=bench.args.hidden, tokens_per_s=rate, of_linear=rate / base / workers,
+        gradient_apart=apart, memory_gib=found["memory"],
+    )  # fmt: skip
+    print(json.dumps(bench.rows[-1]), flush=True)
+    if workers > 1:
+        bench.target(
+            f"{name}: gradient norms of {COMPARED} updates, apart from one worker's",
+            apart,
+            0.02,
+            apart <= 0.02,
+        )
+    bench.save()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
 from headrace.extract.run import Outcome, run_extraction
+from headrace.store import StoreWriter
 from headrace.testing.extraction import compare_store, make_rows, write_rows
 from headrace.testing.faults import FaultyEngine, first_try_script
 from headrace.types import Capture, CaptureSpec, Failure, Row
@@ -93,6 +94,15 @@ def test_three_workers_make_the_store_of_one_process(ground: Ground) -> None:
     assert {tap["states"] for tap in norms} == {
         sum(len(range(min(8, len(r) // 2), len(r), 16)) for r in ROWS)
     }
+
+
+def test_writers_know_what_is_still_to_come(ground: Ground) -> None:
+    """So that their last shards are small ones: else all of them would write a whole shard when the engine is done already."""
+    told: list[int] = []
+    ground.patch.setattr(StoreWriter, "expect", lambda self, states_bytes: told.append(states_bytes))
+    ground.assert_whole(ground.run(fake, 3))
+    assert TOKENS * 128 // 4 < max(told) <= TOKENS * 128 and told[-1] == 0
+    assert len(set(told)) > 6
 
 
 def test_a_second_run_has_nothing_to_do(ground: Ground) -> None:

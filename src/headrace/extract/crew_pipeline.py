@@ -155,6 +155,7 @@ class CrewPipeline:
             give_back=back,
             seal=idle and bool(self.leases.open(number)),
             writers=writers,
+            expected=self.leases.left // writers + self.leases.out_tokens(number),
         )
 
     def _rows_for(self, member: Member) -> list[Row]:

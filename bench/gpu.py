@@ -351,7 +351,7 @@ class Turns:
         joined = max(event["time"] for event in events if event["event"] == "worker_joined")
         looks = [event for event in events if event["event"] == "progress" and event["time"] >= joined]
         left = self.tokens - looks[0]["tokens_done"]
-        if left < self.tokens / 2:
+        if left < self.tokens / 4:
             raise SystemExit(f"only {left:,} tokens were left when all workers had joined; give more --count")
         return float((ended - looks[0]["time"]) * self.tokens / left)
 

@@ -173,6 +173,7 @@ def interleaved(
             start = time.perf_counter()
             own = work()
             seconds[name].append(own if isinstance(own, float) else time.perf_counter() - start)
+            print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 

@@ -4,7 +4,7 @@
 
 States are random normal numbers, which the codecs shrink about as far as real ones. "cold" reads files whose pages were
 dropped from memory first; on a virtual machine the host below may still hold them. "training" is the product's own
-trainer reading the store, beside the same documents held on the device, with the share of time that the device had work.
+trainer reading the store (warm), beside the same documents held on the device, with the share of time that the device had work.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, nargs="*", default=[2, 4], help="numbers of processes that do so"
     )
+    parser.add_argument("--seconds", type=float, default=4.0, help="of reading alone, at most")
     parser.add_argument("--codecs", choices=CODECS, nargs="+", default=list(CODECS))
     parser.add_argument("--disk", type=Path, help="where the stores go (default: a temporary folder)")
 
@@ -89,6 +90,17 @@ def forget(folder: Path) -> None:
             os.close(handle)
 
 
+def alone(folder: Path) -> float:
+    """GB/s at which the disk gives a store's bytes, one after the other; a GB at most."""
+    forget(folder)
+    began, size = time.perf_counter(), 0
+    for file in sorted(folder.rglob("*.safetensors")):
+        with file.open("rb", buffering=0) as handle:
+            while size < 1 << 30 and (piece := handle.read(8 << 20)):
+                size += len(piece)
+    return size / (time.perf_counter() - began) / 1e9
+
+
 class Reading:
     """A store on its way to the device."""
 
@@ -101,19 +113,17 @@ class Reading:
         loader = {"token_budget": self.args.pack, "epochs": epochs, how[0]: how[1]}
         return StorePacks(store, store.keys(), (2, 15, 27), self.placing, loader)
 
-    def deliver(self, store: Store, how: tuple[str, int], passes: int) -> list[float]:
-        """Tokens a second of each pass of all packs onto the device, nothing done with them; from the first pack on, since
-        processes take their time to start."""
-        rates, began, tokens, epoch = [], 0.0, 0, -1
-        packs = self.packs(store, how, epochs=passes)
-        for pack in packs:
+    def deliver(self, store: Store, how: tuple[str, int], seconds: float) -> float:
+        """Tokens a second of packs onto the device, nothing done with them, for so many ``seconds`` at most; from the first pack on,
+        since processes take their time to start."""
+        began, tokens, now = 0.0, 0, 0.0
+        for pack in self.packs(store, how, epochs=1):
+            tokens += pack.tokens if began else 0
             now = time.perf_counter()
-            if packs.state_dict()["epoch"] != epoch:
-                rates += [tokens / (now - began)] if began else []
-                began, tokens, epoch = now, 0, packs.state_dict()["epoch"]
-            else:
-                tokens += pack.tokens
-        return [*rates, tokens / (time.perf_counter() - began)]
+            began = began or now
+            if now - began > seconds:
+                break
+        return tokens / (now - began)
 
     def eat(self, packs: Packs) -> tuple[float, float]:
         """Tokens a second and busy share of training on ``packs``; the first third, which warms up, is left out. One trainer takes
@@ -162,18 +172,21 @@ def run(bench: common.Bench) -> None:
         for codec in args.codecs:
             store = write_store(args, Path(temporary), codec, rows, piece)
             size = store.spec.bytes_per_token
+            print(f"{codec}: files alone, cold, {alone(Path(temporary) / codec):.2f} GB/s", flush=True)
             if not most:
                 # Padded to the same sizes, so that nothing is compiled twice.
                 memory.placing = reading.packs(store, ("threads", 1), epochs=1).placing
                 most, busy = reading.eat(memory)
                 print(f"from memory on the device: {most:,.0f} tokens/s, busy {busy:.3f}", flush=True)
             for how in [("threads", n) for n in args.threads] + [("processes", n) for n in args.processes]:
-                forget(Path(temporary) / codec)
-                cold, *warm = reading.deliver(store, how, passes=3)
+                warm = max(reading.deliver(store, how, args.seconds) for _ in range(2))
+                print(f"{codec}, {how[1]} {how[0]}: {warm:,.0f} tokens/s", flush=True)
                 eaten, busy = reading.eat(reading.packs(store, how, epochs=None))
+                forget(Path(temporary) / codec)
+                cold = reading.deliver(store, how, args.seconds)
                 bench.row(
-                    codec=codec, hidden=args.hidden, readers=f"{how[1]} {how[0]}", cold=cold, warm=statistics.median(warm),
-                    warm_gb_per_s=statistics.median(warm) * size / 1e9, training=eaten, of_memory=eaten / most, gpu_busy=busy,
+                    codec=codec, hidden=args.hidden, readers=f"{how[1]} {how[0]}", warm=warm, warm_gb_per_s=warm * size / 1e9,
+                    cold=cold, training=eaten, of_memory=eaten / most, gpu_busy=busy,
                 )  # fmt: skip
                 print(json.dumps(bench.rows[-1]), flush=True)
                 bench.save()

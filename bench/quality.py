@@ -70,6 +70,7 @@ RECIPES: dict[str, dict[str, str]] = {
         "optim.decay": "linear",
         "loss.step_decay": "0.6",
         "loss.everywhere": "true",
+        "loss.temperature": "0.8",
     },
     "average": {"optim.average": "0.999"},
 }

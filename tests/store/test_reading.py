@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from headrace.errors import CorruptError, StoreError
-from headrace.store import Batch, PackedLoader, Placement, Store
+from headrace.store import Batch, PackedLoader, Placement, Store, reading
+from headrace.store.folder import MappedFile
 from headrace.testing.store import flip_bit, make_row, make_spec, shard_files, write_store
 
 ROWS = [make_row(seed, 3 + 7 * seed % 61) for seed in range(40)]
@@ -106,6 +112,68 @@ def test_ctrl_c_is_not_for_them(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         child.send_signal(signal.SIGTERM)
     assert len(list(batches)) > 10
+
+
+def resident(file: MappedFile) -> float:
+    """The share of a mapped file that is in memory."""
+    assert file._map is not None
+    pages = -(-file.size // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    place = np.frombuffer(file._view, np.uint8).ctypes.data
+    assert not ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(place), file.size, found)
+    return sum(page & 1 for page in found) / pages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
+def test_what_is_expected_is_read_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(os.urandom(24 << 20))
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+    file = MappedFile(path)
+    if resident(file) > 0.1:
+        pytest.skip("this file system is memory")
+    file.expect(4 << 20, 20 << 20)
+    until = time.monotonic() + 20
+    while resident(file) < 0.66 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert 0.66 < resident(file) < 0.75, "what was expected, and little more"
+    file.expect(0, 1 << 40)  # past the end
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_batch_is_expected_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    store = Store.open(write_store(tmp_path / "s", ROWS))
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(Store, "expect", lambda self, key, taps: told.append(("expected", key)))
+    monkeypatch.setattr(reading, "fill", lambda store, key, *_: told.append(("read", key)))
+    monkeypatch.setattr("headrace.store.loader.fill", reading.fill)
+    keys = [key for batch in loader(store, 0) for key in batch.keys]
+    if processes:  # what a process does with what has come to it
+        told.clear()
+        pipe, theirs = multiprocessing.Pipe()
+        shape = reading.Slots(2, 4, 64, 16, "bfloat16")
+        for slot in (0, 1):
+            pipe.send(reading.Job(slot, (keys[slot],), (0, 3)))
+        with reading._shared_file(2 * shape.nbytes) as file:
+            memory = mmap.mmap(file, 2 * shape.nbytes)
+
+            def work() -> None:
+                with pytest.raises(EOFError):
+                    reading._work(theirs, memory, store, (), shape)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert [pipe.recv(), pipe.recv()] == [None, None]
+            pipe.close()
+            thread.join()
+        assert told == [(what, key) for what in ("expected", "read") for key in keys[:2]]
+    for key in keys[: 2 if processes else None]:
+        assert told.index(("expected", key)) < told.index(("read", key))
 
 
 @pytest.mark.slow

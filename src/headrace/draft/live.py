@@ -65,6 +65,9 @@ class LiveStore:
         for place, tap in enumerate(self.spec.taps if taps is None else taps):
             out[place] = states[self.spec.tap_index(tap)]
 
+    def expect(self, key: str, taps: Sequence[Tap] | None = None) -> None:
+        """Nothing: a capture is asked for when it is read."""
+
     def close(self) -> None:
         """End the workers; kept captures are sealed first. Idempotent."""
         self.stream.close()

@@ -66,6 +66,9 @@ class RemoteFile:
             return memoryview(self._head[start:] + bytes(self._fetch(len(self._head), stop)))
         return memoryview(self._fetch(start, stop))
 
+    def expect(self, start: int, stop: int) -> None:
+        """Nothing is asked for ahead: the threads that read wait side by side."""
+
     def _fetch(self, start: int, stop: int) -> Any:
         import obstore
 

@@ -78,6 +78,9 @@ class CachedFile:
         parts[0] = parts[0][start - numbers[0] * BLOCK_BYTES :]
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
+    def expect(self, start: int, stop: int) -> None:
+        """Nothing is asked for ahead: the threads that read wait side by side."""
+
     def _read_blocks(self, numbers: range) -> Iterator[memoryview]:
         missing: list[int] = []
         for number in numbers:

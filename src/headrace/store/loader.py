@@ -68,7 +68,7 @@ class Placement:
     """Decoder processes in place of threads, each of which takes a whole batch: several times the rate on a machine of many cores.
     They take seconds to start, and the store must be one that can be opened there again."""
     prefetch: int = 3
-    """Batches decoded ahead; at least one more than there are processes."""
+    """Batches decoded ahead; at least two for each process, so that the disk begins with one while another is decoded."""
     pin_memory: bool | None = None
     """Pinned host memory, so that copies to the GPU overlap; None: when CUDA is there."""
 
@@ -151,7 +151,7 @@ class PackedLoader:
     def __iter__(self) -> Iterator[Batch]:
         positions = self._positions()
         place = self.placement
-        ahead = max(1, place.prefetch, place.processes + 1 if place.processes else 0)
+        ahead = max(1, place.prefetch, 2 * place.processes)
         waiting: collections.deque[_Plan] = collections.deque()
         with self._decoder(ahead) as decoder:
             while True:
@@ -258,6 +258,8 @@ class _Threads:
     def begin(self, plan: _Plan) -> None:
         """Have ``plan`` decoded."""
         loader, starts = self._loader, plan.starts.tolist()
+        for key in plan.keys:
+            loader.store.expect(key, loader.taps)
         room = loader._room(starts[-1])
         futures = [
             self._pool.submit(fill, loader.store, key, slice(start, stop), room.arrays, loader.taps)

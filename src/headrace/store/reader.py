@@ -243,6 +243,13 @@ class Store:
         for position, tap in enumerate(self.spec.taps if taps is None else taps):
             self._fill(key, tap, start, out[position], missing, 0)
 
+    def expect(self, key: str, taps: Sequence[Tap] | None = None) -> None:
+        """Say that a capture will be read soon, so that its disk can begin; returns at once. Raises KeyError. Without effect on
+        states that are a parent's, and in a bucket."""
+        for tap in self.spec.taps if taps is None else taps:
+            shard, slot = self.place(key, tap)
+            shard.expect(slot, tap)
+
     def final_kept(self, key: str) -> Array:
         """bool [tokens]: where this store keeps the final state of a capture (everywhere, unless told otherwise)."""
         _, mask = self.tokens_of(key)

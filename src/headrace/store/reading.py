@@ -189,10 +189,24 @@ def serve(fd: int, file: int) -> None:
     pipe = Connection(fd)
     with contextlib.suppress(EOFError, OSError):  # the pipe's: nobody is there any more
         store, taps, shape = pipe.recv()
-        memory = mmap.mmap(file, shape.count * shape.nbytes)
-        while True:
-            job: Job = pipe.recv()
-            pipe.send(_decode(store, taps, shape.arrays(memory, job.slot, job.starts[-1]), job))
+        _work(pipe, mmap.mmap(file, shape.count * shape.nbytes), store, taps, shape)
+
+
+def _work(pipe: Connection, memory: mmap.mmap, store: Store, taps: tuple[Tap, ...], shape: Slots) -> None:
+    waiting: deque[Job] = deque()
+    while True:
+        # All that have come are told to the disk before the first of them is decoded.
+        while not waiting or pipe.poll():
+            waiting.append(pipe.recv())
+            _expect(store, taps, waiting[-1])
+        job = waiting.popleft()
+        pipe.send(_decode(store, taps, shape.arrays(memory, job.slot, job.starts[-1]), job))
+
+
+def _expect(store: Store, taps: tuple[Tap, ...], job: Job) -> None:
+    for key in job.keys:
+        with contextlib.suppress(HeadraceError, KeyError, OSError):  # decoding it will tell
+            store.expect(key, taps)
 
 
 def _decode(store: Store, taps: tuple[Tap, ...], arrays: Arrays, job: Job) -> BaseException | None:

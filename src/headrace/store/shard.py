@@ -140,6 +140,13 @@ class Shard:
                 out[first - start : last - start] = whole[first - at : last - at]
             at += chunk.rows
 
+    def expect(self, slot: int, tap: Tap) -> None:
+        """Say that the rows of a capture at a tap will be read soon."""
+        first, last = self._first_chunks[slot : slot + 2, self.spec.tap_index(tap)].tolist()
+        if first < last:
+            ends, base = self.tables.ends[tap], self.prefix.starts[tap]
+            self.source.expect(base + (int(ends[first - 1]) if first else 0), base + int(ends[last - 1]))
+
     def _decode(self, slot: int, tap: Tap, chunk: Chunk, payload: memoryview, out: Bits) -> None:
         self.verify(slot, tap, chunk, payload)
         try:

@@ -102,6 +102,17 @@ def test_a_killed_process_says_by_what(tmp_path: Path) -> None:
                 child.kill()
 
 
+def test_one_that_dies_with_a_batch_is_not_waited_for(tmp_path: Path) -> None:
+    store = Store.open(write_store(tmp_path / "s", ROWS))
+    with reading.Readers(store, store.spec.taps, 1, slots=1, tokens=64) as readers:
+        (child,) = psutil.Process().children()
+        child.suspend()
+        readers.begin([ROWS[0].key], np.array([0, len(ROWS[0])]))
+        child.kill()
+        with pytest.raises(StoreError, match="was killed by SIGKILL"), readers.next():
+            pass
+
+
 def test_ctrl_c_is_not_for_them(tmp_path: Path) -> None:
     """A service manager's SIGTERM to all processes, too: who trains saves its place first, and needs its batches for that."""
     store = Store.open(write_store(tmp_path / "s", ROWS))

@@ -88,7 +88,7 @@ def test_readers_are_processes_where_a_gpu_is_fed_from_a_disk(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     mine = config(world, tmp_path / "d")
     assert [reader_processes(mine, machine) for machine in (gpu, cpu)] == [4, 0]
-    assert reader_processes(mine.model_copy(update={"readers": 7}), cpu) == 7
+    assert [reader_processes(mine.model_copy(update={"readers": n}), cpu) for n in (7, 99)] == [7, 16]
     assert reader_processes(mine.model_copy(update={"store": "s3://b/s"}), gpu) == 0
     assert reader_processes(mine.model_copy(update={"from_engine": "hf", "readers": 7}), gpu) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -14,7 +14,7 @@ import pytest
 from headrace.engines.base import Check, EngineInfo
 from headrace.engines.fake import FingerprintEngine, FingerprintOptions
 from headrace.errors import EngineUnavailableError, IncompleteError, PreflightError, SpecMismatchError
-from headrace.extract import crew, crew_run
+from headrace.extract import crew, crew_pipeline, crew_run
 from headrace.extract.config import ExtractConfig
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
@@ -161,6 +161,48 @@ def test_rows_of_a_hung_worker_go_to_the_others(ground: Ground) -> None:
     finally:
         Hung.over.set()
     assert ground.events("lease_copied")
+
+
+def test_nothing_is_late_before_the_first_answer(ground: Ground) -> None:
+    """One worker holds all rows of a short run, as it was there first; another that joins has nothing to do, and copies none of them."""
+    ground.patch.setattr(crew_pipeline, "LATE_SECONDS", 0.1)
+    options = FingerprintOptions(tokens_in_flight=10 * TOKENS, tokens_per_second=10 * TOKENS)
+    begun = time.monotonic()
+
+    class Slow(FingerprintEngine):
+        """Answers nothing for a second, then everything."""
+
+        def capture(self, rows: Iterable[Row]) -> Iterator[Capture | Failure]:
+            for answer in super().capture(rows):
+                time.sleep(max(0.0, begun + 1.5 - time.monotonic()))
+                yield answer
+
+    cluster = ThreadCluster(lambda spec, number: Slow(spec, options), 1)
+
+    def grow(cluster: ThreadCluster) -> None:
+        cluster.size = 1 + int(time.monotonic() > begun + 0.4)
+
+    cluster.on_wait = grow
+    ground.assert_whole(ground.on(cluster))
+    assert len(ground.events("worker_joined")) == 2 and not ground.events("lease_copied")
+
+
+def test_rows_are_kept_for_a_worker_on_its_way(ground: Ground) -> None:
+    options = FingerprintOptions(tokens_in_flight=10 * TOKENS, tokens_per_second=TOKENS)
+    taken = [0, 0]
+
+    def make(spec: CaptureSpec, number: int) -> FingerprintEngine:
+        class Counting(FingerprintEngine):
+            def capture(self, rows: Iterable[Row]) -> Iterator[Capture | Failure]:
+                for answer in super().capture(rows):
+                    taken[number] += 1
+                    yield answer
+
+        time.sleep(0.4 * number)
+        return Counting(spec, options)
+
+    ground.assert_whole(ground.run(make, 2))
+    assert min(taken) > len(ROWS) // 5, taken
 
 
 def test_a_slow_worker_gives_back_what_it_has_not_begun(ground: Ground) -> None:

@@ -226,11 +226,11 @@ def readers(config: TrainConfig) -> int:
 
 def reader_processes(config: TrainConfig, machine: Machine) -> int:
     """Processes that read, for each worker."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.readers >= 0 or config.from_engine:
-        return 0 if config.from_engine else config.readers
+        return 0 if config.from_engine else min(config.readers, cores)
     if machine.device.type != "cuda" or is_url(config.store):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: workers of this host
     return min(MOST_READERS, cores // here // CORES_A_READER)
 

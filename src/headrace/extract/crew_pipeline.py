@@ -178,13 +178,15 @@ class CrewPipeline:
         """Tokens a worker may hold: near the end, its part of what is left, so that all end together."""
         if self.leases.dry:
             return self.engine.want
-        return max(1, self.leases.left // max(1, len(self.crew.ready)))
+        # Those still on their way count: else the first one there would take a short run's rows for itself.
+        return max(1, self.leases.left // max(1, len(self.crew.members)))
 
     def _late_rows(self, number: int, room: int, patience: float | None = None) -> list[Row]:
         """Rows that others have had for too long: for anyone after the lease's end, sooner for a worker with nothing to do."""
         if patience is None:
             patience = self.lease_seconds
-            if self.leases.out(number) == 0:
+            # Before the first answer nobody knows how long a row takes: one that holds all rows of a short run is not late.
+            if self.leases.out(number) == 0 and self.leases.typical:
                 patience = min(patience, max(LATE_SECONDS, LATE * self.leases.typical))
         rows = self.leases.copies(number, room, patience)
         if rows:

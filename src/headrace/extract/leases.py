@@ -136,7 +136,8 @@ class Leases:
             return None
         first = key not in self._settled and not any(key in self._open[w] for w in self._holders[key])
         self._open[worker][key] = Written(held.tokens, raw_bytes)
-        self.typical += SMOOTHING * (self._clock() - held.since - self.typical)
+        seconds = self._clock() - held.since
+        self.typical += (SMOOTHING if self.typical else 1.0) * (seconds - self.typical)
         return held.tokens, first
 
     def sealed(self, worker: int, key: str) -> bool:

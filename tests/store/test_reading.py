@@ -52,8 +52,8 @@ def assert_same(left: Batch, right: Batch) -> None:
     ("spec", "options"),
     [
         ({}, {"codec": "bf16-planes"}),
-        ({}, {"codec": "fp8", "final_positions": "supervised"}),
-        ({"dtype": "float32"}, {"codec": "raw"}),
+        pytest.param({}, {"codec": "fp8", "final_positions": "supervised"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "float32"}, {"codec": "raw"}, marks=pytest.mark.slow),
     ],
 )
 def test_they_make_what_threads_make(tmp_path: Path, spec: dict[str, Any], options: dict[str, Any]) -> None:
@@ -69,6 +69,7 @@ def test_they_make_what_threads_make(tmp_path: Path, spec: dict[str, Any], optio
         assert_same(left, right)
 
 
+@pytest.mark.slow
 def test_a_loader_left_early_goes_on_where_it_was(tmp_path: Path) -> None:
     store = Store.open(write_store(tmp_path / "s", ROWS))
     first, whole = loader(store, 2), list(loader(store, 0))
@@ -82,6 +83,7 @@ def test_a_loader_left_early_goes_on_where_it_was(tmp_path: Path) -> None:
         assert_same(left, right)
 
 
+@pytest.mark.slow
 def test_damage_is_told_as_threads_tell_it(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", ROWS, codec="raw")
     file = shard_files(path)[0]
@@ -113,6 +115,7 @@ def test_one_that_dies_with_a_batch_is_not_waited_for(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_not_for_them(tmp_path: Path) -> None:
     """A service manager's SIGTERM to all processes, too: who trains saves its place first, and needs its batches for that."""
     store = Store.open(write_store(tmp_path / "s", ROWS))

@@ -85,9 +85,9 @@ class Order:
     """No row will follow: finish and close."""
     writers: int = 1
     """Workers that write to the same disk."""
-    expected: int = 0
-    """Tokens still to come, about: what it has and its part of what is left. Its last shards get smaller and smaller with it, so
-    that little is left to write when the last state has come."""
+    expected: int | None = None
+    """Tokens still to come, about, where that is known: what it has and its part of what is left. Its last shards get smaller and
+    smaller with it, so that little is left to write when the last state has come."""
     wait: float = 0.5
     """Seconds to wait for something to report, at most."""
 
@@ -235,7 +235,8 @@ class RemoteWorker:
         if self._thread is None:
             self._begin()
         self._writers = order.writers
-        self._writer.expect(order.expected * self.spec.bytes_per_token)
+        if order.expected is not None:
+            self._writer.expect(order.expected * self.spec.bytes_per_token)
         back = self._portions.give_back(order.give_back)
         self._portions.add(order.rows, drain=order.drain)
         if order.seal:

@@ -216,7 +216,8 @@ def run(bench: Bench) -> None:
     if args.merge:
         bench.merge(args.merge)
         return
-    watch.PROGRESS_SECONDS = 0.1  # enough looks to know what was done when the last worker joined
+    if args.workers:
+        watch.PROGRESS_SECONDS = 0.1  # enough looks to know what was done when the last worker joined
     cuda = torch.cuda.is_available() and not bench.quick
     shape, dtype = (args.shape, "bfloat16") if cuda else ("tiny", "float32")
     flags, radix = flags_of(args.variant, cuda), args.variant == "radix"

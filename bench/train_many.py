@@ -66,7 +66,7 @@ def child(args: argparse.Namespace) -> None:
     cuda = workers.device.type == "cuda"
     machine = Machine(workers.device, cuda, "flex" if cuda else "eager", cuda, cuda)
     torch.manual_seed(0)
-    # On the device, where each worker makes the packs of all: in host memory that takes longer than training on them.
+    # On the device, where each worker makes the packs of all: in host memory that may take longer than training on them.
     documents = train.make_documents(args, machine.device, 64 if args.quick else 400)
     model, teacher, options = train.parts(args, machine)
     placing = Placing(machine.device, machine.dtype, padded=machine.compiled)

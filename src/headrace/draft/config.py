@@ -93,8 +93,8 @@ class TrainConfig(TrainOptions):
     threads: int = Field(default=2, ge=1)
     """Threads that read and decode the store, where no processes do."""
     readers: int = Field(default=-1, ge=-1)
-    """Processes that do so, each a whole pack at a time; threads cannot feed a fast GPU. -1 = on a GPU one for every four cores, four
-    at most, and none for a store at a URL, which threads wait for well enough. No more than there are cores."""
+    """Processes that do so, each a whole pack at a time, without sharing one interpreter's lock. -1 = on a GPU one for every four
+    cores, four at most, and none for a store at a URL, which threads wait for well enough. No more than there are cores."""
     save_minutes: float = Field(default=5.0, gt=0)
     """Minutes between checkpoints: the most work that a kill can cost."""
     validation_tokens: int = Field(default=200_000, ge=1)

@@ -216,7 +216,7 @@ class Fp8(Codec):
     """Lossy: e4m3 with one float32 scale a row, so that the row's largest value becomes 448, the largest e4m3.
 
     In numpy and not in torch: torch would divide each conversion among threads of its own, a set for each of ours, and sixteen
-    cores would do less than one.
+    cores wrote no faster than two.
     """
 
     name = "fp8"

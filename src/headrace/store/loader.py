@@ -65,7 +65,7 @@ class Placement:
     threads: int = 2
     """Decoder threads."""
     processes: int = 0
-    """Decoder processes in place of threads, each of which takes a whole batch: several times the rate on a machine of many cores.
+    """Decoder processes in place of threads, each of which takes a whole batch: they share no interpreter's lock.
     They take seconds to start, and the store must be one that can be opened there again."""
     prefetch: int = 3
     """Batches decoded ahead; at least two for each process, so that the disk begins with one while another is decoded."""

@@ -1,8 +1,7 @@
 """Processes that decode batches of a store into memory that they share with the one that trains.
 
 Decoding gives up Python's lock for every chunk and takes it again, some ten thousand times a GB. Threads that do so wait for one
-another, and for the thread that drives the GPU, more than they work; on a virtual machine, where waking a thread is slow, many
-times more. A process has a lock of its own, and takes a whole batch at a time.
+another, and have the thread that drives the GPU wait for them. A process has a lock of its own, and takes a whole batch at a time.
 """
 
 from __future__ import annotations

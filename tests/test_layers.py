@@ -17,7 +17,7 @@ from headrace import errors
 ROOT = Path(headrace.__file__).parent
 # Lower may not import higher; equals may, except where FORBIDDEN says no.
 LAYER = {
-    "_version": 0, "errors": 0, "types": 1, "files": 2, "config": 2, "remote": 2, "plugins": 2, "modelfiles": 2, "bits": 2, "memory": 2, "child": 2, "recipe": 3, "target": 3, "taps": 3, "demo": 3,
+    "_version": 0, "errors": 0, "types": 1, "files": 2, "config": 2, "remote": 2, "plugins": 2, "modelfiles": 2, "bits": 2, "memory": 2, "child": 2, "cores": 2, "recipe": 3, "target": 3, "taps": 3, "demo": 3,
     "sglang_plugin": 3, "store": 4, "data": 4, "engines": 4, "extract": 5, "verify": 5, "draft": 6, "evaluate": 7, "monitor": 8,
     "run": 9, "cli": 10, "testing": 11, "__main__": 11, "__init__": 1,
 }  # fmt: skip

@@ -51,21 +51,6 @@ def floats_of(
     return out
 
 
-def round_floats(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str, out: Bits) -> None:
-    """Fill ``out`` with the bits of ``values``, rounded to the nearest, ties to even, as torch does; ``values`` may be overwritten."""
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        # Half of what is cut off, less one where the last bit that is kept is even. A NaN of ours stays one.
-        half = np.right_shift(bits, 16)
-        np.bitwise_and(half, 1, out=half)
-        np.add(half, 0x7FFF, out=half)
-        np.add(bits, half, out=bits)
-        np.right_shift(bits, 16, out=out, casting="unsafe")
-    else:
-        with np.errstate(over="ignore"):
-            np.copyto(out.view(np.float16 if dtype == "float16" else np.float32), values, casting="same_kind")
-
-
 def norms_of(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Euclidean norms over the last axis, in the dtype of ``values``; what overflows it is infinite."""
     with np.errstate(over="ignore"):

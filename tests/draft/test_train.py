@@ -84,7 +84,7 @@ def test_readers_are_processes_where_a_gpu_is_fed_from_a_disk(
 ) -> None:
     gpu = Machine(torch.device("cuda", 0), True, "flex", True, True)
     cpu = Machine(torch.device("cpu"), False, "eager", False, False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr("headrace.draft.setup.available_cores", lambda: 16)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     mine = config(world, tmp_path / "d")
     assert [reader_processes(mine, machine) for machine in (gpu, cpu)] == [4, 0]

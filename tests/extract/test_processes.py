@@ -166,7 +166,8 @@ def test_each_worker_has_its_gpus(tmp_path: Path, config_only: Path, monkeypatch
 def test_cores_are_shared_out(
     tmp_path: Path, config_only: Path, spec: CaptureSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 24)
+    for module in ("extract.parts", "extract.processes", "store.encode"):
+        monkeypatch.setattr(f"headrace.{module}.available_cores", lambda: 24)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv(THREADS, raising=False)
     config = config_for(tmp_path, config_only, engine="hf")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from headrace.cli.output import Output
+from headrace.cores import available_cores
 from headrace.errors import CorruptError
 from headrace.store.config import CheckConfig as Config
 
@@ -20,7 +20,7 @@ def run(config: Config, output: Output) -> None:
     from headrace.store.check import check_store
     from headrace.store.folder import open_folder
 
-    threads = config.threads or min(8, os.cpu_count() or 1)
+    threads = config.threads or min(8, available_cores())
     began = time.monotonic()
     with progress(f"check {config.store}", bytes_unit=True) as update:
         report = check_store(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 from headrace.cli.output import Output
+from headrace.cores import available_cores
 from headrace.store.config import ConvertConfig as Config
 
 __all__ = ["Config", "run"]
@@ -23,7 +23,7 @@ def run(config: Config, output: Output) -> None:
     if config.taps:
         source = Store.open(config.store, taps_of(source, config.taps))
     began = time.monotonic()
-    threads = config.threads or min(8, os.cpu_count() or 1)
+    threads = config.threads or min(8, available_cores())
     with progress(f"convert {config.store}", bytes_unit=False) as update:
         result: dict[str, Any] = convert_store(
             source,

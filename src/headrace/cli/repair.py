@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from headrace.cli.output import Output
+from headrace.cores import available_cores
 from headrace.store.config import RepairConfig as Config
 
 __all__ = ["Config", "run"]
@@ -18,7 +17,7 @@ def run(config: Config, output: Output) -> None:
     from headrace.store.repair import repair_store
 
     path = config.store
-    threads = config.threads or min(8, os.cpu_count() or 1)
+    threads = config.threads or min(8, available_cores())
     with progress(f"repair {path}", bytes_unit=True) as update:
         report = repair_store(path, delete=config.delete, threads=threads, progress=update)
     store = Store.open(path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from headrace.cores import available_cores
 from headrace.demo import cache_root
 from headrace.draft.checkpoint import load_draft
 from headrace.draft.config import ShapeOptions, TrainConfig
@@ -226,7 +227,7 @@ def readers(config: TrainConfig) -> int:
 
 def reader_processes(config: TrainConfig, machine: Machine) -> int:
     """Processes that read, for each worker."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if config.readers >= 0 or config.from_engine:
         return 0 if config.from_engine else min(config.readers, cores)
     if machine.device.type != "cuda" or is_url(config.store):

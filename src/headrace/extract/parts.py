@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headrace._version import __version__
+from headrace.cores import available_cores
 from headrace.extract import checks
 from headrace.extract.admission import Budget
 from headrace.extract.config import ExtractConfig
@@ -44,7 +44,7 @@ def make_writer(
 
 def _encoders(config: ExtractConfig) -> int:
     """Encoder threads of a writer: one that shares the host has its part of what one alone would take. 0 = that."""
-    return max(1, min(8, (os.cpu_count() or 1) // (2 * config.workers))) if config.workers > 1 else 0
+    return max(1, min(8, available_cores() // (2 * config.workers))) if config.workers > 1 else 0
 
 
 def make_guard(

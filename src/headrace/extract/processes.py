@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from headrace.child import Child
+from headrace.cores import available_cores
 from headrace.engines.base import engine_class
 from headrace.errors import ConfigError
 from headrace.extract.config import ExtractConfig
@@ -101,7 +102,7 @@ class ProcessCluster:
         """Its GPUs and its share of the cores: torch takes all of them in each process else."""
         own = {} if self._gpus is None else {VISIBLE: self._gpus[place]}
         if THREADS not in os.environ:
-            own[THREADS] = str(max(1, (os.cpu_count() or 1) // self._workers))
+            own[THREADS] = str(max(1, available_cores() // self._workers))
         return own
 
     def wait(self, handles: Collection[Handle], seconds: float) -> list[Handle]:

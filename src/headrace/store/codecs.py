@@ -20,15 +20,17 @@ import torch
 import zstandard
 
 from headrace import plugins
-from headrace.bits import SAFETENSORS_DTYPES, Bits, floats_of, magnitudes, round_floats
+from headrace.bits import SAFETENSORS_DTYPES, Bits, floats_of, magnitudes, tensor_of
 from headrace.errors import ConfigError, CorruptError
 from headrace.memory import shared_pool
 
 PLANE_BYTES = 131_072
 """Bytes of one compressed plane: the size of a zstd block, beyond which bigger frames win nothing."""
 TOP_FP8 = 448.0
-FP8_BLOCK = 1 << 16
+FP8_BLOCK = 1 << 19
 """States of which the fp8 codec makes its steps, one after the other: they stay in cache, and are worth giving up the GIL for."""
+FP8_PIECE = (1 << 15) - 1
+"""States that torch works on alone: from one more on, it would ask other threads to help."""
 Buffer = bytes | memoryview
 ENTRY_POINT_GROUP = "headrace.codecs"
 
@@ -201,22 +203,38 @@ class _Fp8Tools(threading.local):
     """One thread's scratch memory."""
 
     def __init__(self) -> None:
-        self.first, self.second = np.empty(0, np.uint32), np.empty(0, np.uint32)
+        # Not tensors: one that is made in inference mode cannot be written to outside of it.
+        self.values, self.halves = np.empty(0, np.float32), np.empty(0, np.int16)
 
-    def blocks(self, rows: int, hidden: int) -> tuple[int, Bits, Bits]:
-        """Rows of a block that stays in cache, and two arrays uint32 of that shape."""
-        step = min(rows, max(1, FP8_BLOCK // hidden))
-        size = step * hidden
-        if len(self.first) < size:
-            self.first, self.second = np.empty(size, np.uint32), np.empty(size, np.uint32)
-        return step, self.first[:size].reshape(step, hidden), self.second[:size].reshape(step, hidden)
+    def blocks(self, rows: int, hidden: int) -> _Blocks:
+        """How so many rows are taken, with scratch memory for the largest block."""
+        piece = max(1, FP8_PIECE // hidden)
+        step = min(rows, piece * max(1, FP8_BLOCK // (piece * hidden)))
+        if len(self.halves) < step * hidden:
+            self.values = np.empty(step * hidden, np.float32)
+            self.halves = np.empty(step * hidden, np.int16)
+        values, halves = (mine[: step * hidden].reshape(step, hidden) for mine in (self.values, self.halves))
+        return _Blocks(piece, range(0, rows, step), torch.from_numpy(values), halves)
+
+
+class _Blocks(NamedTuple):
+    """Rows taken some at a time."""
+
+    piece: int
+    """Rows of which torch takes one step."""
+    starts: range
+    """First rows of the blocks."""
+    values: torch.Tensor
+    """float32 [rows of a block, hidden]"""
+    halves: Bits
+    """int16, of the same shape"""
 
 
 class Fp8(Codec):
     """Lossy: e4m3 with one float32 scale a row, so that the row's largest value becomes 448, the largest e4m3.
 
-    In numpy and not in torch: torch would divide each conversion among threads of its own, a set for each of ours, and sixteen
-    cores wrote no faster than two.
+    A block of rows is handed to torch as a list of pieces, in one call that does not hold the GIL meanwhile. A piece is smaller
+    than what torch divides among threads of its own, which would be a set for each of ours.
     """
 
     name = "fp8"
@@ -226,11 +244,6 @@ class Fp8(Codec):
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
         self._tools = _Fp8Tools()
-        # The code of every 16 upper bits of a float32, of which the last is set when any lower bit is: with that, rounding
-        # twice gives what rounding once does.
-        upper = floats_of(np.arange(1 << 16, dtype=np.uint16), "bfloat16").copy()
-        inside = torch.from_numpy(upper).clamp(-TOP_FP8, TOP_FP8)
-        self._codes = inside.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     def encode(self, bits: Bits) -> tuple[list[Buffer], np.ndarray[Any, Any]]:
         with _QUIET():
@@ -245,25 +258,25 @@ class Fp8(Codec):
 
     def _round(self, bits: Bits) -> tuple[Bits, np.ndarray[Any, Any]]:
         """Codes uint8 [rows, hidden] and scales float32 [rows]."""
-        scales = floats_of(magnitudes(bits, self.dtype), self.dtype) / np.float32(TOP_FP8)
+        top = floats_of(magnitudes(bits, self.dtype), self.dtype)
+        scales = top / np.float32(TOP_FP8)
         # a row of zeros, or of values so small that the division underflows, is stored with scale 1
         scales = np.where(scales > 0, scales, np.float32(1))
-        inverse = (np.float32(1) / scales)[:, None]
-        codes = np.empty(bits.shape, np.uint8)
-        if not codes.size:
-            return codes, scales
-        step, first, second = self._tools.blocks(*bits.shape)
-        for start in range(0, len(bits), step):
-            block = bits[start : start + step]
-            upper, lower = first[: len(block)], second[: len(block)]
-            values = floats_of(block, self.dtype, upper.view(np.float32))
-            np.multiply(values, inverse[start : start + step], out=values)
-            np.bitwise_and(upper, 0xFFFF, out=lower)
-            np.add(lower, 0xFFFF, out=lower)  # carries into bit 16 when any lower bit is set
-            np.bitwise_or(upper, lower, out=upper)
-            np.right_shift(upper, 16, out=upper)
-            np.take(self._codes, upper, out=codes[start : start + step], mode="clip")
-        return codes, scales
+        inverse = torch.from_numpy((np.float32(1) / scales)[:, None])
+        codes = torch.empty(bits.shape, dtype=torch.float8_e4m3fn)
+        if not codes.numel():
+            return codes.view(torch.uint8).numpy(), scales
+        piece, starts, scratch, _ = self._tools.blocks(*bits.shape)
+        for start in starts:
+            part = slice(start, start + starts.step)
+            values = scratch[: len(codes[part])]
+            floats_of(bits[part], self.dtype, values.numpy())
+            pieces = values.split(piece)
+            torch._foreach_mul_(pieces, inverse[part].split(piece))
+            if np.isnan(top[part]).any():  # whose scale says nothing about a row's other values
+                values.clamp_(-TOP_FP8, TOP_FP8)
+            torch._foreach_copy_(codes[part].split(piece), pieces)
+        return codes.view(torch.uint8).numpy(), scales
 
     def decode(self, payload: memoryview, scales: np.ndarray[Any, Any] | None, out: Bits) -> None:
         _require_size(len(payload), out.size)
@@ -271,33 +284,33 @@ class Fp8(Codec):
             raise CorruptError("its scales are missing")
         if not out.size:
             return
-        codes = np.frombuffer(payload, np.uint8).reshape(out.shape)
-        step, first, second = self._tools.blocks(*out.shape)
-        with _QUIET():
-            for start in range(0, len(out), step):
-                part = codes[start : start + step]
-                values = _e4m3_values(part, first[: len(part)], second[: len(part)])
-                np.multiply(values, scales[start : start + step, None], out=values)
-                round_floats(values, self.dtype, out[start : start + step])
+        codes = np.frombuffer(payload, np.int8).reshape(out.shape)
+        factors = torch.from_numpy(scales * np.float32(256))[:, None]
+        target = tensor_of(out, self.dtype)
+        piece, starts, scratch, halves = self._tools.blocks(*out.shape)
+        for start in starts:
+            part = slice(start, start + starts.step)
+            block = codes[part]
+            values = scratch[: len(block)]
+            pieces = values.split(piece)
+            torch._foreach_copy_(pieces, _e4m3_halves(block, halves[: len(block)]).split(piece))
+            torch._foreach_mul_(pieces, factors[part].split(piece))
+            if block.max() == 0x7F or block.view(np.uint8).max() == 0xFF:
+                values.numpy()[block & 0x7F == 0x7F] = np.nan  # the door lets it in only when it is told to
+            torch._foreach_copy_(target[part].split(piece), pieces)
 
     def tensor(self, rows: int, hidden: int, payload_bytes: int) -> tuple[str, list[int]]:
         return "F8_E4M3", [rows, hidden]
 
 
-def _e4m3_values(codes: Bits, first: Bits, second: Bits) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The values of e4m3 ``codes``, exactly, in ``first`` (uint32, of their shape, as ``second``): exponent and fraction moved to
-    where a float32 has them, whose exponents count from 127 where e4m3 counts from 7."""
-    np.left_shift(codes, 20, out=first, dtype=np.uint32)
-    np.bitwise_and(first, 1 << 27, out=second)
-    np.left_shift(second, 4, out=second)
-    np.bitwise_and(first, 0x7F << 20, out=first)
-    np.bitwise_or(first, second, out=first)
-    values: np.ndarray[Any, np.dtype[np.float32]] = first.view(np.float32)
-    np.multiply(values, np.float32(2.0**120), out=values)
-    # 480 would be next; e4m3 has NaN there. The door lets none in, unless told to.
-    if np.abs(values).max() > TOP_FP8:
-        values[np.abs(values) > TOP_FP8] = np.nan
-    return values
+def _e4m3_halves(codes: Bits, out: Bits) -> torch.Tensor:
+    """float16 tensor in ``out`` (int16): the values of e4m3 ``codes`` (int8), divided by 256, but 1.875 in place of NaN.
+
+    Exponent and fraction are moved to where a float16 has them, whose exponents count from 15 where e4m3 counts from 7.
+    """
+    np.left_shift(codes, 7, out=out, dtype=np.int16)
+    np.bitwise_and(out, ~0x4000, out=out)  # the sign came twice
+    return torch.from_numpy(out).view(torch.float16)
 
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Raw, Planes, Fp8)}

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from headrace.bits import Bits, floats_of, norms_of
+from headrace.cores import available_cores
 from headrace.store.codecs import Buffer, Codec
 from headrace.store.format import Array, FinalPositions
 from headrace.types import FINAL, CaptureSpec, Row, Tap
@@ -20,6 +21,11 @@ DIGESTED_BYTES = 65_536
 """Up to here xxhash keeps the GIL."""
 SAMPLE_STRIDE = 16
 """Norms and the error of a lossy codec are measured at every 16th row: enough to judge them, and almost free."""
+
+
+def encoder_threads() -> int:
+    """Threads that a writer encodes with, unless it is told: half of the cores, two at least and eight at most."""
+    return min(8, max(2, available_cores() // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class TapData:
     norms: Array = field(default_factory=lambda: np.empty(0))
     """float64, of every 16th row"""
     errors: int = 0
-    """Rows whose error was measured: every 16th of a chunk."""
+    """Rows whose error was measured: every 16th."""
     error_sum: float = 0.0
     """Sum over them of |decoded - true| / |true|; 0 for a lossless codec."""
     error_max: float = 0.0
@@ -98,8 +104,8 @@ def encode_capture(
     parent: Parent | None = None,
 ) -> Encoded:
     """Encode ``states`` [taps, tokens - shared, hidden] of ``row``. Pure, runs in any thread."""
-    ranges = _ranges(row, states, spec, policy, parent)
-    return Encoded(row, parent, [_encode_range(one, codec, chunk_rows) for one in ranges])
+    job = list(enumerate(_ranges(row, states, spec, policy, parent)))
+    return Encoded(row, parent, [data for _, data in _encode_ranges(job, codec, chunk_rows)])
 
 
 class Encoding:
@@ -194,24 +200,38 @@ def _jobs(parts: list[tuple[int, _Range]], row_bytes: int) -> list[list[tuple[in
 
 
 def _encode_ranges(job: list[tuple[int, _Range]], codec: Codec, chunk_rows: int) -> list[tuple[int, TapData]]:
-    return [(index, _encode_range(one, codec, chunk_rows)) for index, one in job]
+    done = [(index, *_encode_range(one, codec, chunk_rows)) for index, one in job]
+    _measure([(data, sample) for _, data, sample in done], codec)
+    return [(index, data) for index, data, _ in done]
 
 
-def _encode_range(one: _Range, codec: Codec, chunk_rows: int) -> TapData:
+class _Sample(NamedTuple):
+    """Every 16th row of a range, copied out."""
+
+    bits: Bits
+    """[rows, hidden]"""
+    payload: Bits
+    """uint8 [rows, bytes of a row]: what a codec that rounds made of them."""
+    scales: Array
+    """float32 [rows]"""
+
+
+def _encode_range(one: _Range, codec: Codec, chunk_rows: int) -> tuple[TapData, _Sample]:
     bits = one.states()
-    out = TapData(rows=len(bits), norms=sampled_norms(bits[-one.start % SAMPLE_STRIDE :], codec.dtype))
+    out = TapData(rows=len(bits))
     chunks = codec.encode_chunks(bits, chunk_rows)
     payload, at = memoryview(chunks.payload), 0
     out.buffers.append(payload)
     out.sizes += chunks.sizes
     out.scales += chunks.scales
-    for number, size in enumerate(chunks.sizes):
+    for size in chunks.sizes:
         out.checksums.append(_digest(payload[at : at + size]))
-        if chunks.scales:
-            block = bits[number * chunk_rows : (number + 1) * chunk_rows]
-            _measure_error(block, payload[at : at + size], chunks.scales[number], codec, out)
         at += size
-    return out
+    every = slice(-one.start % SAMPLE_STRIDE, None, SAMPLE_STRIDE)
+    if chunks.scales:
+        rounded = np.frombuffer(payload, np.uint8).reshape(len(bits), -1)[every]
+        return out, _Sample(bits[every], rounded, np.concatenate(chunks.scales)[every])
+    return out, _Sample(bits[every], np.empty((0, 0), np.uint8), np.empty(0, np.float32))
 
 
 def _digest(payload: memoryview) -> int:
@@ -222,23 +242,34 @@ def _digest(payload: memoryview) -> int:
     return digest.intdigest()
 
 
-def _measure_error(block: Bits, payload: Buffer, scales: Array, codec: Codec, out: TapData) -> None:
-    """What a codec that rounds does to every 16th row of a chunk; such a codec's payload is row by row."""
-    sample = np.ascontiguousarray(block[::SAMPLE_STRIDE])
-    rows = np.frombuffer(payload, np.uint8).reshape(len(block), -1)[::SAMPLE_STRIDE]
-    decoded = np.empty_like(sample)
-    codec.decode(memoryview(rows.tobytes()), scales[::SAMPLE_STRIDE], decoded)
+def _measure(encoded: list[tuple[TapData, _Sample]], codec: Codec) -> None:
+    """Norms of the sampled rows, and what a codec that rounds did to them. All of a job's at a time: a few rows are not worth
+    giving up the GIL for, as each of these steps does."""
+    bits = np.concatenate([sample.bits for _, sample in encoded])
+    true = _exact(bits, codec.dtype)
+    norms, errors = norms_of(true), None
+    if codec.has_scales and len(bits):
+        payload = np.concatenate([sample.payload for _, sample in encoded if sample.payload.size])
+        scales, decoded = np.concatenate([sample.scales for _, sample in encoded]), np.empty_like(bits)
+        codec.decode(payload.reshape(-1).data, scales, decoded)
+        values = _exact(decoded, codec.dtype)
+        with np.errstate(invalid="ignore"):
+            errors = norms_of(np.subtract(values, true, out=values)) / np.maximum(norms, 1e-150)
+    stop = 0
+    for data, sample in encoded:
+        start, stop = stop, stop + len(sample.bits)
+        data.norms = norms[start:stop]
+        if errors is not None and stop > start:
+            part = errors[start:stop]
+            data.errors, data.error_sum, data.error_max = len(part), float(part.sum()), float(part.max())
+
+
+def _exact(bits: Bits, dtype: str) -> Array:
+    """The values of ``bits`` in float64, in which no square of them overflows."""
     with np.errstate(invalid="ignore"):  # NaN, where the door was told to let it in
-        true = floats_of(sample, codec.dtype).astype(np.float64)
-        wrong = norms_of(floats_of(decoded, codec.dtype).astype(np.float64) - true)
-        errors = wrong / np.maximum(norms_of(true), 1e-150)
-    out.errors += len(errors)
-    out.error_sum += float(errors.sum())
-    out.error_max = max(out.error_max, float(errors.max()))
+        return floats_of(bits, dtype).astype(np.float64)
 
 
 def sampled_norms(bits: Bits, dtype: str) -> Array:
     """float64: Euclidean norms of every 16th of ``bits`` [rows, hidden]."""
-    with np.errstate(invalid="ignore"):  # NaN, where the door was told to let it in
-        values = floats_of(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype).astype(np.float64)
-    return norms_of(values)
+    return norms_of(_exact(np.ascontiguousarray(bits[::SAMPLE_STRIDE]), dtype))

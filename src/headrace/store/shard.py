@@ -129,16 +129,31 @@ class Shard:
         base = self.prefix.starts[tap]
         data = self.source.read(base + chunks[0].start, base + chunks[-1].stop)
         at = start // step * step
+        if self._codec.has_scales:
+            self._read_rows(slot, tap, chunks, data, start - at, out)
+            return
         for chunk in chunks:
             payload = data[chunk.start - chunks[0].start : chunk.stop - chunks[0].start]
+            self.verify(slot, tap, chunk, payload)
             first, last = max(start, at), min(stop, at + chunk.rows)
             if (first, last) == (at, at + chunk.rows):
-                self._decode(slot, tap, chunk, payload, out[first - start : last - start])
+                self._decode(slot, tap, payload, None, out[first - start : last - start])
             else:
                 whole = np.empty((chunk.rows, self.spec.hidden_size), bits_dtype(self.spec.dtype))
-                self._decode(slot, tap, chunk, payload, whole)
+                self._decode(slot, tap, payload, None, whole)
                 out[first - start : last - start] = whole[first - at : last - at]
             at += chunk.rows
+
+    def _read_rows(
+        self, slot: int, tap: Tap, chunks: list[Chunk], data: memoryview, first: int, out: Bits
+    ) -> None:
+        """Fill ``out`` from row ``first`` of ``chunks`` on, in one go: a lossy codec writes row after row, each as many bytes."""
+        for chunk in chunks:
+            self.verify(slot, tap, chunk, data[chunk.start - chunks[0].start : chunk.stop - chunks[0].start])
+        width, rest = divmod(len(data), sum(chunk.rows for chunk in chunks))
+        begin = self._first_row(slot, tap, chunks[0]) + first
+        payload = data if rest else data[first * width : (first + len(out)) * width]  # of a wrong size, whole
+        self._decode(slot, tap, payload, self.tables.scales[tap][begin : begin + len(out)], out)
 
     def expect(self, slot: int, tap: Tap) -> None:
         """Say that the rows of a capture at a tap will be read soon."""
@@ -147,10 +162,9 @@ class Shard:
             ends, base = self.tables.ends[tap], self.prefix.starts[tap]
             self.source.expect(base + (int(ends[first - 1]) if first else 0), base + int(ends[last - 1]))
 
-    def _decode(self, slot: int, tap: Tap, chunk: Chunk, payload: memoryview, out: Bits) -> None:
-        self.verify(slot, tap, chunk, payload)
+    def _decode(self, slot: int, tap: Tap, payload: memoryview, scales: Array | None, out: Bits) -> None:
         try:
-            self._codec.decode(payload, self._scales(slot, tap, chunk), out)
+            self._codec.decode(payload, scales, out)
         except CorruptError as exc:
             raise CorruptError(f"{self._where(slot, tap)} cannot be decoded: {exc}; {MEND}") from exc
 
@@ -197,13 +211,11 @@ class Shard:
     def _damage(self, slot: int, tap: Tap) -> str:
         return f"{self._where(slot, tap)} are damaged (wrong checksum); {MEND}"
 
-    def _scales(self, slot: int, tap: Tap, chunk: Chunk) -> Array | None:
-        if tap not in self.tables.scales:
-            return None
+    def _first_row(self, slot: int, tap: Tap, chunk: Chunk) -> int:
+        """Of a chunk, among all of a tap's."""
         index = self.spec.tap_index(tap)
         inside = (chunk.number - int(self._first_chunks[slot, index])) * self.info.chunk_rows
-        first = int(self.tables.rows[slot, index]) + inside
-        return self.tables.scales[tap][first : first + chunk.rows]
+        return int(self.tables.rows[slot, index]) + inside
 
     def _where(self, slot: int, tap: Tap) -> str:
         return f"{self.name}: the states of {self.key(slot)} at tap {tap}"

@@ -38,7 +38,7 @@ def _tap_of(shard: Shard, slot: int, tap: Tap) -> TapData:
         out.scales.append(shard.tables.scales[tap][first : first + out.rows])
         # The true values are gone: a moved capture carries its share of the error measured when its shard was written.
         stats = shard.info.stats[str(tap)]
-        out.errors = sum(-(-chunk.rows // SAMPLE_STRIDE) for chunk in shard.chunks(slot, tap))
+        out.errors = -(-out.rows // SAMPLE_STRIDE)
         out.error_sum = stats["error_sum"] * out.errors / max(1.0, stats["error_rows"])
         out.error_max = stats["error_max"]
     return out

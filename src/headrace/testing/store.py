@@ -345,3 +345,26 @@ class CodecTests:
         dtype, shape = codec.tensor(9, 16, len(payload))
         width = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}[dtype]
         assert int(np.prod(shape)) * width == len(payload)
+
+
+class LossyCodecTests(CodecTests):
+    """What a codec that rounds must do besides."""
+
+    def test_rows_of_many_chunks_are_decoded_at_once(self) -> None:
+        """Also from the middle of one chunk to the middle of another: that is how they are read."""
+        codec = self.codec(self.dtypes[0])
+        bits = bits_of(torch.randn(23, 16).to(getattr(torch, codec.dtype)))
+        chunks = codec.encode_chunks(bits, 5)
+        payload, scales, width = (
+            memoryview(bytes(chunks.payload)),
+            np.concatenate(chunks.scales),
+            chunks.sizes[0] // 5,
+        )
+        alone, at = [], 0
+        for size, of_rows in zip(chunks.sizes, chunks.scales, strict=True):
+            alone.append(decode(codec, payload[at : at + size], of_rows, (len(of_rows), 16)))
+            at += size
+        for first, last in ((0, 5), (3, 12), (22, 23), (0, 23)):
+            part = payload[first * width : last * width]
+            together = decode(codec, part, scales[first:last], (last - first, 16))
+            assert np.array_equal(together, np.concatenate(alone)[first:last])

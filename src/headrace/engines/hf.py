@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -102,7 +103,7 @@ class HfEngine(Engine):
         inputs = packing.pack(documents, self.device) if self.packed else _pad(documents, self.device)
         places = _places(batch, inputs["input_ids"].shape[1], self.packed)
         try:
-            with torch.inference_mode(), self._taps as taps:
+            with torch.inference_mode(), self._attention(), self._taps as taps:
                 self.model(**inputs, use_cache=False, logits_to_keep=1)
                 states = [taps.states.pop(tap).flatten(0, 1) for tap in self.spec.taps]
             # Outside of inference mode: what is copied there could not be written to by whoever gets it.
@@ -143,12 +144,10 @@ class HfEngine(Engine):
         """Whether to pack; with ``auto``, only after two documents packed gave what each gave alone."""
         if options.packing == "off" or (options.packing == "auto" and self.device.type != "cuda"):
             return False
-        padded = options.attention
         vocabulary = min(self.target.vocab_size, 1000)
         probes = [Row.make(torch.arange(n) * 7 % vocabulary, torch.ones(n)) for n in (23, 40)]
         self.packed = False
         alone = [self._forward([probe]).states()[0] for probe in probes]
-        self.model.config._attn_implementation = packing.register()
         self.packed = True
         try:
             together = self._forward(probes).states()
@@ -163,8 +162,19 @@ class HfEngine(Engine):
             raise EngineError(f"{self.target.name} cannot be packed: {reason}")
         if reason:
             log.info("rows are padded, not packed: %s", reason)
-            self.model.config._attn_implementation = padded
         return not reason
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        """The model attends within packed rows while this lasts, and no longer: others may use it besides."""
+        config = self.model.config
+        before = config._attn_implementation
+        if self.packed:
+            config._attn_implementation = packing.register()
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_none_is_forgotten() -> None:
     assert there == {*PLAIN, *ENGINES, *OWN_TESTS}
 
 
-PLAIN = ["store", "prepare", "scale", "faults", "s3", "loader", "train_many", "gpu_hf", "client"]
+PLAIN = ["store", "threads", "prepare", "scale", "faults", "s3", "loader", "train_many", "gpu_hf", "client"]
 
 
 @pytest.mark.slow

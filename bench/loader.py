@@ -170,7 +170,7 @@ def run(bench: common.Bench) -> None:
         return
     if bench.quick:
         train.settle(args)
-        args.gigabytes = 0.004
+        args.gigabytes, args.threads, args.processes = 0.004, [2], [2]
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     )

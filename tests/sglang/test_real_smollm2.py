@@ -147,17 +147,20 @@ def test_retracted_requests_are_captured_once_and_right(
     server: ServerProcess, spec: CaptureSpec, reference: Reference
 ) -> None:
     """Requests that also generate are thrown out of the batch and prefilled again, prompt and output together."""
-    staging = StagingView("")
+    staging, retractions = StagingView(""), 0
+    # Whether memory runs short is a matter of what is in the batch at one time: longer answers make it surer.
     rows = prompts(20, seed=2)[:12]
-    answers = asyncio.run(ask_all(server.url, rows, staging.owner, new_tokens=10))
-    assert sum(meta["num_retractions"] for _, _, meta in answers) > 0, (
-        "nothing was retracted: the test tests nothing"
-    )
-    for row, reply, _ in answers:
-        assert reply.staged is not None, reply.refusal
-        capture = staging.take(reply.facts, reply.staged, row, spec)
-        assert row_error(capture.states, reference(row)) <= TOLERANCE
+    for new_tokens in (10, 20, 40, 80):
+        answers = asyncio.run(ask_all(server.url, rows, staging.owner, new_tokens))
+        for row, reply, meta in answers:
+            retractions += meta["num_retractions"]
+            assert reply.staged is not None, reply.refusal
+            capture = staging.take(reply.facts, reply.staged, row, spec)
+            assert row_error(capture.states, reference(row)) <= TOLERANCE
+        if retractions:
+            break
     staging.leave()
+    assert retractions > 0, "nothing was retracted: the test tests nothing"
 
 
 def test_reply_comes_after_the_file(server: ServerProcess, spec: CaptureSpec) -> None:

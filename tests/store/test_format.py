@@ -77,6 +77,15 @@ def test_golden_shards_are_read(tmp_path: Path, codec: str) -> None:
         assert same_bits(out, states[1])
 
 
+def test_missing_scales_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of another writer, whole by its digests."""
+    monkeypatch.setattr(ShardBuilder, "_scales", lambda self: {})
+    file = tmp_path / "s.safetensors"
+    file.write_bytes(golden_shard("fp8")[0])
+    with pytest.raises(CorruptError, match="tap 2 cannot be decoded: its scales are missing"):
+        Shard(MappedFile(file)).read(0, 2, 0, 3, np.empty((3, 4), np.uint16))
+
+
 def test_raw_shard_opens_without_us(tmp_path: Path) -> None:
     captures = [make_row(1, 5), make_row(2, 9)]
     spec = make_spec()

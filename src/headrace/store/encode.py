@@ -206,7 +206,7 @@ def _encode_ranges(job: list[tuple[int, _Range]], codec: Codec, chunk_rows: int)
 
 
 class _Sample(NamedTuple):
-    """Every 16th row of a range, copied out."""
+    """Every 16th row of a range."""
 
     bits: Bits
     """[rows, hidden]"""

@@ -153,7 +153,8 @@ class Shard:
         width, rest = divmod(len(data), sum(chunk.rows for chunk in chunks))
         begin = self._first_row(slot, tap, chunks[0]) + first
         payload = data if rest else data[first * width : (first + len(out)) * width]  # of a wrong size, whole
-        self._decode(slot, tap, payload, self.tables.scales[tap][begin : begin + len(out)], out)
+        scales = self.tables.scales.get(tap)
+        self._decode(slot, tap, payload, None if scales is None else scales[begin : begin + len(out)], out)
 
     def expect(self, slot: int, tap: Tap) -> None:
         """Say that the rows of a capture at a tap will be read soon."""

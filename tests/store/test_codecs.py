@@ -146,7 +146,7 @@ class TestFp8(LossyCodecTests):
     def test_no_thread_of_torch_is_started(self) -> None:
         """Sixteen encoder threads had torch divide each of their steps among sixteen of its own, and wrote 0.13 GB/s."""
         code = """
-            import threading, numpy as np, torch
+            import numpy as np, torch
             from pathlib import Path
             from headrace.store.codecs import Fp8, chunk_rows
 

@@ -148,6 +148,7 @@ class HfEngine(Engine):
         probes = [Row.make(torch.arange(n) * 7 % vocabulary, torch.ones(n)) for n in (23, 40)]
         self.packed = False
         alone = [self._forward([probe]).states()[0] for probe in probes]
+        packing.register()
         self.packed = True
         try:
             together = self._forward(probes).states()
@@ -170,7 +171,7 @@ class HfEngine(Engine):
         config = self.model.config
         before = config._attn_implementation
         if self.packed:
-            config._attn_implementation = packing.register()
+            config._attn_implementation = packing.NAME
         try:
             yield
         finally:

@@ -19,12 +19,11 @@ from headrace.errors import EngineError
 NAME = "headrace_packed"
 
 
-def register() -> str:
-    """Make :func:`packed_attention` known to transformers; returns the name to give as ``attn_implementation``."""
+def register() -> None:
+    """Make :func:`packed_attention` known to transformers as the ``attn_implementation`` :data:`NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
-    return NAME
 
 
 def pack(documents: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:

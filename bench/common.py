@@ -76,8 +76,11 @@ def main(
     name: str,
     run: Callable[[Bench], None],
     arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    merged: Callable[[Bench], None] | None = None,
 ) -> None:
-    """Parse ``--quick`` and ``--json`` (and what ``arguments`` adds), run, print the table, write the file.
+    """Parse ``--quick``, ``--json`` and ``--merge`` (and what ``arguments`` adds), run, print the table, write the file.
+
+    With ``--merge`` nothing runs but ``merged``, which may judge the rows anew.
 
     Exits 1 when a target is missed, except in quick mode, whose work is too small to judge by.
     """
@@ -86,13 +89,25 @@ def main(
         "--quick", action="store_true", help="smaller work, the same code, under a minute on 2 cores"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: one table of these results",
+    )
     if arguments is not None:
         arguments(parser)
     args = parser.parse_args()
     bench = Bench(name, args.quick, args)
     # Told to end (by timeout, say), take down in order what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run(bench)
+    if args.merge:
+        bench.merge(args.merge)
+    work = merged if args.merge else run
+    if work is not None:
+        work(bench)
     print_table(bench.rows)
     print_table(bench.targets)
     if args.json:

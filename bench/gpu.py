@@ -104,14 +104,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--ways", choices=WAYS, nargs="+", default=list(WAYS), help="what is measured beside plain SGLang"
     )
     parser.add_argument(
-        "--merge",
-        type=Path,
-        nargs="*",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: one table of these results",
-    )
-    parser.add_argument(
         "--workers",
         type=int,
         nargs="*",
@@ -213,9 +205,6 @@ def check_values(bench: Bench, model: Path, server: ServerProcess, dtype: str) -
 def run(bench: Bench) -> None:
     """Start the servers side by side, check values, take turns, compare."""
     began, args = time.perf_counter(), bench.args
-    if args.merge:
-        bench.merge(args.merge)
-        return
     if args.workers:
         watch.PROGRESS_SECONDS = 0.1  # enough looks to know what was done when the last worker joined
     cuda = torch.cuda.is_available() and not bench.quick

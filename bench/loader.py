@@ -37,14 +37,6 @@ REPORTS = 9
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     train.arguments(parser)
-    parser.add_argument(
-        "--merge",
-        type=Path,
-        nargs="*",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: one table of these results",
-    )
     parser.add_argument("--gigabytes", type=float, default=4.0, help="raw bytes of a store, in 1e9")
     parser.add_argument(
         "--threads", type=int, nargs="*", default=[4], help="numbers of threads that read and decode"
@@ -165,9 +157,6 @@ def held(
 
 def run(bench: common.Bench) -> None:
     args = bench.args
-    if args.merge:
-        bench.merge(args.merge)
-        return
     if bench.quick:
         train.settle(args)
         args.gigabytes, args.threads, args.processes = 0.004, [2], [2]

@@ -112,14 +112,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--topk", type=int, default=4, help="nodes of a level that such a tree expands")
     parser.add_argument(
-        "--merge",
-        type=Path,
-        nargs="*",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: one table of the rows of these results",
-    )
-    parser.add_argument(
         "--extract-tokens", type=int, default=65536, help="tokens of one forward of the target"
     )
     parser.add_argument("--device", default="auto")
@@ -347,14 +339,15 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
 # --- the benchmark -----------------------------------------------------------------------------------------------------
 
 
+def judge_merged(bench: common.Bench) -> None:
+    """Over all seeds, whichever runs they came from."""
+    bench.targets.clear()
+    bench.args.prompts = bench.args.prompts or [Path(name) for name in ("gsm8k", "humaneval")]
+    judge(bench)
+
+
 def run(bench: common.Bench) -> None:
     args = bench.args
-    if args.merge:
-        bench.merge(args.merge)
-        bench.targets.clear()  # judged anew, over all seeds
-        args.prompts = args.prompts or [Path(name) for name in ("gsm8k", "humaneval")]
-        judge(bench)
-        return
     if bench.quick:
         import quality_quick
 
@@ -451,4 +444,4 @@ def judge(bench: common.Bench) -> None:
 
 
 if __name__ == "__main__":
-    common.main("quality", run, arguments)
+    common.main("quality", run, arguments, judge_merged)

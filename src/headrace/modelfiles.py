@@ -16,7 +16,7 @@ from headrace.types import hash_json
 if TYPE_CHECKING:
     import torch
 
-_PROBES = (
+PROBES = (
     "Hello, world!",
     "  two leading spaces",
     "line\nbreak\r\nand\ttab",
@@ -30,6 +30,7 @@ _PROBES = (
     "<|im_start|>assistant\n",
     "<|eot_id|>",
 )
+"""Texts that tokenizers are told apart by. Fingerprints are made of them, so none may be added."""
 
 
 class WeightFiles:
@@ -87,9 +88,19 @@ def load_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub import errors
     from safetensors import SafetensorError
 
-    # A config that contradicts itself; huggingface_hub before 0.33 has no such check and no such error.
+    # A config that contradicts itself; huggingface_hub before 0.33 has no such check and no such error, and torch then finds
+    # weights of another shape (RuntimeError).
     contradiction = getattr(errors, "StrictDataclassError", SafetensorError)
-    return (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError, contradiction)
+    return (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+        contradiction,
+    )
 
 
 @contextlib.contextmanager
@@ -111,7 +122,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     special = sorted(
         (int(i), str(getattr(t, "content", t))) for i, t in tokenizer.added_tokens_decoder.items()
     )
-    probes = [list(tokenizer.encode(p, add_special_tokens=False)) for p in _PROBES]
+    probes = [list(tokenizer.encode(p, add_special_tokens=False)) for p in PROBES]
     return hash_json({"special": special, "probes": probes, "size": len(tokenizer)})
 
 

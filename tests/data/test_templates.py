@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.data.reasons import Drop
-from headrace.data.template import ChatTemplate, check_special_ids
-from headrace.errors import ConfigError, PreflightError
+from headrace.data.template import ChatTemplate
+from headrace.errors import ConfigError
 from headrace.testing.conversations import Bench, assistant, call, tool, user
 from headrace.testing.templates import STYLES, styled
 
@@ -220,25 +218,3 @@ def test_arguments_go_in_as_each_template_reads_them(bench: Any) -> None:
             assert '{"a": "ü"}' in it.text(
                 it.row([user("q"), assistant("", tool_calls=[call("f", spelling)])])
             )
-
-
-def test_dp_16_shifted_special_ids_stop_the_run(tmp_path: Path) -> None:
-    declared = {
-        "added_tokens_decoder": {
-            str(i): {"content": f"<{n}>"} for n, i in (("a", 100), ("b", 101), ("c", 103))
-        }
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
-
-    def loaded(last: int) -> Any:
-        return types.SimpleNamespace(added_tokens_decoder={100: "<a>", 101: "<b>", last: "<c>"})
-
-    check_special_ids(loaded(103), tmp_path)
-    with pytest.raises(PreflightError, match="gives '<c>' the id 103, the loaded tokenizer gives it 102"):
-        check_special_ids(loaded(102), tmp_path)
-
-
-def test_dp_16_the_real_tokenizer_passes(smollm2: Path, tokenizers: Any) -> None:
-    from headrace.target import Target
-
-    check_special_ids(Target.open(str(smollm2)).tokenizer, smollm2)

@@ -27,7 +27,8 @@ from headrace.data.render import RenderPolicy
 from headrace.data.rows import KIND, RowFolder, RowWriter
 from headrace.data.runs import Runs
 from headrace.data.sources import Sources, find_sources
-from headrace.data.template import ChatTemplate, check_special_ids
+from headrace.data.template import ChatTemplate
+from headrace.data.tokenizer_checks import check_encoding, check_special_ids
 from headrace.errors import CorruptError, HeadraceError, InputError
 from headrace.files import read_json
 from headrace.modelfiles import tokenizer_fingerprint
@@ -89,6 +90,8 @@ class _Preparation:
     def _check_tokenizer(self) -> None:
         if not self.given_tokenizer:
             check_special_ids(self.tokenizer, self.target.path)
+            if warning := check_encoding(self.tokenizer, self.target.path):
+                self.say(f"warning: {warning}")
         self.template.check()
 
     def _fingerprints(self) -> dict[str, str]:

@@ -11,7 +11,6 @@ import datetime
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from headrace.data.control import REASONING_TAGS, ControlTokens, PlainEncoder, plain_encoder
@@ -233,38 +232,6 @@ class ChatTemplate:
     def describe(self) -> dict[str, Any]:
         """The probes' findings as JSON values."""
         return asdict(self.facts)
-
-
-def check_special_ids(tokenizer: Any, folder: Path) -> None:
-    """Raise PreflightError when a loaded tokenizer gives an added token another id than its files declare.
-
-    A tokenizer without ``tokenizer.json`` is converted on loading, and conversions that close gaps in the reserved
-    range shift ids by a few while every text still comes back whole.
-    """
-    by_id = {int(i): str(getattr(t, "content", t)) for i, t in tokenizer.added_tokens_decoder.items()}
-    by_text = {text: number for number, text in by_id.items()}
-    for file, number, text in _declared_ids(folder):
-        if by_text.get(text, number) != number or by_id.get(number, text) != text:
-            raise PreflightError(
-                f"{file} gives {text!r} the id {number}, the loaded tokenizer gives it {by_text.get(text)}; the conversion "
-                "shifted its special ids, install the transformers version the model names or load it with its own code"
-            )
-
-
-def _declared_ids(folder: Path) -> list[tuple[Path, int, str]]:
-    found: list[tuple[Path, int, str]] = []
-    for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if name == "added_tokens.json":
-            found += [(file, int(i), str(text)) for text, i in document.items()]
-        for number, token in (document.get("added_tokens_decoder") or {}).items():
-            found.append((file, int(number), str(token["content"] if isinstance(token, dict) else token)))
-        if name == "tokenizer.json":
-            found += [(file, int(t["id"]), str(t["content"])) for t in document.get("added_tokens") or []]
-    return found
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:

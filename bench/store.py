@@ -81,14 +81,15 @@ def real_captures(bench: Bench) -> Captures:
 
     folder = cached_demo_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    # In float32, rounded below: some processors have no 16-bit arithmetic.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     wanted, out, tokens = bench.args.tokens or (2_000 if bench.quick else 24_000), [], 0
     for messages in conversations(bench.args.data):
         ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:1024]
         with torch.inference_mode():
             hidden = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        states = torch.stack([hidden[i][0] for i in (2, 15, 27, 30)])
-        out.append((Row.make(ids, np.arange(len(ids)) % 2), states.clone()))
+        states = torch.stack([hidden[i][0] for i in (2, 15, 27, 30)]).bfloat16()
+        out.append((Row.make(ids, np.arange(len(ids)) % 2), states))
         tokens += len(ids)
         if tokens >= wanted:
             break
@@ -442,14 +443,14 @@ def door_speed(bench: Bench, states: str, captures: Captures) -> None:
 
 def opening(bench: Bench, base: Path) -> None:
     """Opening a store of many captures: ours by its index, a folder of files by listing it."""
-    count = 20_000 if bench.quick else 100_000
-    for captures, limit in ((count, None), (1_000_000, 2.0)):
+    count, most = (10_000, 50_000) if bench.quick else (100_000, 1_000_000)
+    for captures, limit in ((count, None), (most, 2.0)):
         seconds = [open_ours(base / "many", captures) for _ in range(3)]
         shutil.rmtree(base / "many")
         bench.row(**opening_row(f"headrace, {captures:,} captures", statistics.median(seconds)))
         if limit:
             bench.target(
-                "open 1,000,000 captures, s",
+                f"open {captures:,} captures, s",
                 round(statistics.median(seconds), 3),
                 limit,
                 statistics.median(seconds) < limit,

@@ -207,6 +207,11 @@ class Target:
         """Fingerprint of the weights: each file's header, size and 64 KiB at 17 places. ``""`` if there are none."""
         return self._weights.fingerprint()
 
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the weight files; 0 if there are none."""
+        return sum(file.stat().st_size for file in self._weights.files)
+
     def tensor(self, *suffixes: str) -> torch.Tensor | None:
         """The one weight whose name ends with one of ``suffixes`` (first suffix that matches), or None.
 

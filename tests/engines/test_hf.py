@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.engines import Engine, open_engine
-from headrace.engines.hf import HfEngine, HfOptions, rows_apart, side_by_side
+from headrace.engines.hf import HfEngine, HfOptions, computing_dtype, rows_apart, side_by_side
 from headrace.errors import ConfigError, EngineError, SpecMismatchError
 from headrace.target import Target
 from headrace.testing.engine import EngineTests, Reference, mixed_rows, row_error
@@ -142,6 +143,41 @@ def test_bfloat16_is_the_models_own(tiny_llama: Path) -> None:
     assert 1e-4 < max(errors) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("capability", "asked", "memory", "computed"),
+    [
+        ("AVX2", "", 1e12, "float32"),
+        ("AVX2", "bfloat16", 1e12, "bfloat16"),
+        ("AVX2", "", 1e6, "bfloat16"),
+        ("AVX512", "", 1e12, "bfloat16"),
+        ("DEFAULT", "", 1e12, "bfloat16"),
+    ],
+)
+def test_a_processor_without_16_bit_floats_computes_in_float32(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    asked: str,
+    memory: float,
+    computed: str,
+) -> None:
+    """Several times faster; states are rounded to the spec's dtype once, and the store's provenance says it."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=memory))
+    target = Target.open(str(tiny_llama))
+    rows = mixed_rows(3, 50)
+    states = {}
+    for dtype, options in (("float32", {}), ("bfloat16", {"dtype": asked})):
+        spec = target.spec("2,3,final", dtype=dtype)
+        with open_engine("hf", target, spec, {"device": "cpu", **options}) as engine:
+            assert engine.info.settings["dtype"] == (computed if dtype == "bfloat16" else "float32")
+            states[dtype] = {c.key: c.states for c in engine.capture(iter(rows)) if isinstance(c, Capture)}
+    monkeypatch.setattr(Target, "quantization", "awq")
+    assert computing_dtype(target, "bfloat16", "cpu") == "bfloat16"
+    rounded = all(torch.equal(states["bfloat16"][row.key], states["float32"][row.key].bfloat16()) for row in rows)  # fmt: skip
+    assert rounded == (computed == "float32")
+
+
 def test_refuses_a_spec_of_another_target(tiny_llama: Path, tmp_path: Path) -> None:
     other = Target.open(str(make_tiny_model(tmp_path / "other", vocab=512, seed=1)))
     with pytest.raises(SpecMismatchError, match="another target"):
@@ -163,7 +199,7 @@ def test_names_what_is_wrong(tiny_llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 7}, "not a multiple of the number of attention heads|size mismatch"),
         ({}, "invalid header|header"),
     ],
 )

@@ -43,10 +43,11 @@ def test_right_states_mean_what_the_target_says(reference: Reference, ground: Gr
 def test_perplexity_is_that_of_the_model(reference: Reference, ground: Ground) -> None:
     """Against transformers' own loss, which shifts labels itself."""
     row = ground.rows[3]
-    ids = torch.from_numpy(row.ids.astype(np.int64))[None]
-    labels = torch.where(torch.from_numpy(row.mask)[None], ids, -100)
+    model = reference._full_engine.model
+    ids = torch.from_numpy(row.ids.astype(np.int64))[None].to(model.device)
+    labels = torch.where(torch.from_numpy(row.mask)[None].to(model.device), ids, -100)
     with torch.inference_mode():
-        loss = reference._full_engine.model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
     found = measured(reference, row, ground.states[row.key][-1])
     assert found.target_nll / found.supervised == pytest.approx(float(loss), rel=1e-3)
     assert found.to_dict()["perplexity_target"] == pytest.approx(math.exp(float(loss)), rel=1e-2)

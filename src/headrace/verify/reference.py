@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headrace.engines.base import Engine, open_engine
-from headrace.engines.hf import HfEngine, HfOptions, load_model
+from headrace.engines.hf import HfEngine, HfOptions
 from headrace.errors import EngineError
 from headrace.target import Target
 from headrace.types import FINAL, Capture, CaptureSpec, Failure, Row
@@ -75,7 +75,7 @@ class Reference:
         spec = dataclasses.replace(self.spec, taps=taps, final_normed=True)
         if isinstance(self.engine, HfEngine):
             return HfEngine(self.target, spec, HfOptions.model_validate({}), self.engine.model)
-        return HfEngine(self.target, spec, HfOptions.model_validate({}), load_model(self.target, spec.dtype))
+        return HfEngine.open(self.target, spec, HfOptions.model_validate({}))
 
     def everything(self, ids: np.ndarray) -> Everything:
         """All boundaries and the final state of ``ids``, by transformers whatever the reference engine is."""

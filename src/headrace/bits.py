@@ -70,7 +70,7 @@ def magnitudes(bits: Bits, dtype: str) -> Bits:
     """
     rows, hidden = bits.shape
     mask = bits.dtype.type(0x7FFF_FFFF if dtype == "float32" else 0x7FFF)
-    step = max(1, (1 << 20) // (hidden * bits.itemsize))
+    step = max(1, (1 << 21) // (hidden * bits.itemsize))
     scratch = np.empty((min(step, rows), hidden), bits.dtype)
     out = np.empty(rows, bits.dtype)
     for start in range(0, rows, step):

@@ -17,8 +17,10 @@ import psutil
 import pytest
 import torch
 
+from headrace.engines import vllm
 from headrace.engines.fake import FingerprintEngine, FingerprintOptions
 from headrace.engines.sglang import engine as sglang
+from headrace.engines.vllm_reply import Facts
 from headrace.errors import CaptureError, ConfigError, EngineError, HeadraceError, PreflightError
 from headrace.extract.config import ExtractConfig
 from headrace.extract.crew import LostError, options_of
@@ -119,13 +121,14 @@ def test_servers_are_shared_out() -> None:
 
 
 def test_clients_of_one_server_divide_its_staging(tmp_path: Path, config_only: Path) -> None:
-    def clients(urls: int, workers: int, **options: Any) -> int | None:
+    def clients(urls: int, workers: int, engine: str = "sglang", **options: Any) -> int | None:
         given = {"url": [f"http://h:{n}" for n in range(urls)], "workers": workers, "engine_options": options}
-        made = _options(config_for(tmp_path, config_only, engine="sglang", **given))
+        made = _options(config_for(tmp_path, config_only, engine=engine, **given))
         return made.get("clients")
 
     assert [clients(1, 3), clients(2, 3), clients(2, 2), clients(3, 2)] == [3, 2, None, None]
     assert clients(1, 3, clients=7) == 7
+    assert clients(1, 3, "vllm") == 3
 
 
 def test_several_clients_ask_a_server_for_no_more_than_one_does(spec: CaptureSpec) -> None:
@@ -134,6 +137,9 @@ def test_several_clients_ask_a_server_for_no_more_than_one_does(spec: CaptureSpe
         alone = share(facts, 1)
         assert [n * share(facts, n) / alone for n in (2, 4, 8)] == pytest.approx([1, 1, 1], rel=1e-3)
         assert 0 < share(facts, 20) < share(facts, 4)
+    at_vllm = Facts(max_num_batched_tokens=8192)
+    assert [n * vllm._appetite(at_vllm, n) for n in (1, 2, 4)] == [32768] * 3
+    assert vllm._appetite(at_vllm, 20) == 8192
 
 
 def test_each_worker_has_its_gpus(tmp_path: Path, config_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +172,7 @@ def test_each_worker_has_its_gpus(tmp_path: Path, config_only: Path, monkeypatch
 def test_cores_are_shared_out(
     tmp_path: Path, config_only: Path, spec: CaptureSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("extract.parts", "extract.processes", "store.encode"):
+    for module in ("extract.processes", "store.encode"):
         monkeypatch.setattr(f"headrace.{module}.available_cores", lambda: 24)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv(THREADS, raising=False)
@@ -176,12 +182,13 @@ def test_cores_are_shared_out(
     monkeypatch.setenv(THREADS, "5")
     assert cluster._environment(0) == {}
 
-    def encoders(workers: int) -> int:
-        config = config_for(tmp_path, config_only, workers=workers, shard_bytes=1 << 16)
-        with make_writer(config, spec, "raw", FingerprintEngine(spec, FingerprintOptions())) as writer:
+    def encoders(workers: int, codec: str = "raw") -> int:
+        config = config_for(tmp_path / codec, config_only, workers=workers, shard_bytes=1 << 16)
+        with make_writer(config, spec, codec, FingerprintEngine(spec, FingerprintOptions())) as writer:
             return writer._encoders._max_workers
 
     assert [encoders(workers) for workers in (0, 1, 2, 4, 100)] == [8, 8, 6, 3, 1]
+    assert [encoders(workers, "fp8") for workers in (1, 2, 4)] == [4, 4, 3], "no more than pay off"
 
 
 # --- one process ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from headrace.bits import TORCH_DTYPES, bits_of, first_bad_row, magnitudes, tens
 from headrace.errors import ConfigError
 from headrace.store import codecs
 from headrace.store.codecs import CODECS, Fp8, Planes, Raw, chunk_rows, default_codec, open_codec
+from headrace.store.encode import encoder_threads
 from headrace.testing.store import CodecTests, LossyCodecTests, bit_arrays, decode, encode
 
 
@@ -89,6 +90,21 @@ class TestFp8(LossyCodecTests):
         relative = (got - values).norm(dim=1) / values.norm(dim=1)
         assert float(relative.max()) < 0.04
 
+    def test_rows_too_small_for_a_scale_of_their_own_are_no_nan(self) -> None:
+        """Of a scale below 2.9e-39 there is no inverse in float32; beside a NaN or not, the row is the same."""
+        tops = torch.tensor([1e-36, 4e-37, 1e-38, 1e-40, 0.0, float("nan")])
+        seeded = torch.Generator().manual_seed(7)
+        values = torch.randn(6, 64, generator=seeded).clamp(-1, 1) * tops[:, None]
+        for dtype in ("float32", "bfloat16"):
+            bits = bits_of(values.to(TORCH_DTYPES[dtype]))
+            payload, scales = encode(Fp8(dtype), bits)
+            got = tensor_of(decode(Fp8(dtype), payload, scales, bits.shape), dtype)
+            assert torch.isfinite(got[:5]).all() and torch.isnan(got[5]).all()
+            # Half a step of e4m3, and of bfloat16's smallest values (9.2e-41) on the way in and out.
+            assert torch.allclose(got[:3].double(), values[:3].double(), rtol=0.075, atol=2e-40)
+            alone, _ = encode(Fp8(dtype), np.ascontiguousarray(bits[:5]))
+            assert alone == payload[: len(alone)]
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_rounds_as_torch_does(self, dtype: str) -> None:
         """Every 16-bit pattern, NaN among them, and values a hair off the middle between two codes; there and back."""
@@ -106,7 +122,8 @@ class TestFp8(LossyCodecTests):
         assert scales is not None
         values = tensor_of(bits.copy(), dtype).float()
         top = values.abs().amax(dim=1)
-        wanted = torch.where(top / 448 > 0, top / 448, torch.ones(()))
+        least = torch.full((), torch.finfo(torch.float32).tiny)
+        wanted = torch.where(top > 0, torch.maximum(top / 448, least), torch.ones(()))
         assert np.array_equal(scales, wanted.numpy(), equal_nan=True)
         scaled = (values * (1 / wanted)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         assert bytes(payload) == scaled.view(torch.uint8).numpy().tobytes()
@@ -214,3 +231,14 @@ def test_planes_without_the_compiled_zstandard(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(zstandard, "backend_features", set())
     got = Planes("bfloat16").encode_chunks(bits, 16)
     assert (bytes(got.payload), got.sizes) == (bytes(want.payload), want.sizes)
+
+
+@pytest.mark.parametrize(
+    ("cores", "planes", "fp8"), [(1, 2, 2), (2, 2, 2), (6, 3, 3), (16, 8, 4), (128, 8, 4)]
+)
+def test_a_codec_says_how_many_threads_pay_off(
+    monkeypatch: pytest.MonkeyPatch, cores: int, planes: int, fp8: int
+) -> None:
+    monkeypatch.setattr("headrace.store.encode.available_cores", lambda: cores)
+    assert encoder_threads(open_codec("bf16-planes", "bfloat16")) == planes
+    assert encoder_threads(open_codec("fp8", "bfloat16")) == fp8

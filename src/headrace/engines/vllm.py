@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
+from headrace.config import ServerUrl
 from headrace.engines.base import Check, Engine, EngineInfo, EngineOptions
 from headrace.engines.feed import RowFeed
 from headrace.engines.vllm_reply import Facts, too_long, wanted_layers
@@ -25,6 +26,8 @@ from headrace.errors import EngineUnavailableError, PreflightError
 from headrace.target import Target
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
+_STEPS = 4
+"""Of vLLM's, that are sent to a server ahead of their answers."""
 Answer = Capture | Failure | BaseException
 Deliver = Callable[[Row, Answer], None]
 
@@ -32,13 +35,15 @@ Deliver = Callable[[Row, Answer], None]
 class VllmOptions(EngineOptions):
     """Options of the ``vllm`` engine. Those of the second group belong to a server's own command line when ``url`` is given."""
 
-    url: list[str] = Field(default_factory=list)
+    url: list[ServerUrl] = Field(default_factory=list)
     """Base URLs of servers started with our connector; none: run vLLM here."""
     staging: Path | None = None
     """Folder the states pass through. Offline: where to make it (default /dev/shm). Server: its folder as seen from here,
     when that differs from what the server was told."""
     tokens_in_flight: int = Field(0, ge=0)
-    """Tokens sent and not yet answered; 0 = four times what vLLM computes in one step, a server."""
+    """Tokens sent and not yet answered; 0 = four times what vLLM computes in one step, a server, shared by the clients."""
+    clients: int = Field(1, ge=1)
+    """Clients of the same servers at one time, this one included."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time for one row."""
 
@@ -119,13 +124,15 @@ class VllmEngine(Engine):
         wrong = [check for check in fact_checks(facts, spec) if not check.ok]
         if wrong:
             raise PreflightError(f"vLLM: {wrong[0].name} is {wrong[0].value}. {wrong[0].mend}")
-        per_server = options.tokens_in_flight or 4 * max(2048, facts.max_num_batched_tokens)
+        servers = max(1, len(options.url))
         settings = {
             **facts.settings,
             "mode": "server" if options.url else "offline",
-            "servers": max(1, len(options.url)),
+            "servers": servers,
         }
-        return cls(spec, backend, per_server * max(1, len(options.url)), settings)
+        return cls(
+            spec, backend, servers * (options.tokens_in_flight or _appetite(facts, options.clients)), settings
+        )
 
     def capture(self, rows: Iterable[Row]) -> Iterator[Capture | Failure]:
         """See :class:`Engine`. One capture at a time: the iterator must end (or be closed) before the next begins."""
@@ -252,6 +259,12 @@ def fact_checks(facts: Facts, spec: CaptureSpec) -> list[Check]:
             f"The target has {spec.num_layers} and {spec.hidden_size}: it serves another model",
         ),
     ]
+
+
+def _appetite(facts: Facts, clients: int) -> int:
+    """Tokens in flight that keep a server busy, or one of several clients' part of them. What the server may hold in its staging
+    folder is for all of them, and beyond it rows fail."""
+    return max(1, _STEPS // clients) * max(2048, facts.max_num_batched_tokens)
 
 
 def vllm_arguments(spec: CaptureSpec, staging: Path) -> dict[str, Any]:

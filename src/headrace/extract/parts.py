@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace._version import __version__
-from headrace.cores import available_cores
 from headrace.extract import checks
 from headrace.extract.admission import Budget
 from headrace.extract.config import ExtractConfig
@@ -36,15 +35,10 @@ def make_writer(
             shard_bytes=int(config.shard_bytes),
             shard_seconds=60 * config.seal_minutes,
             queue_bytes=_queue_bytes(config),
-            workers=_encoders(config),
+            writers=max(1, config.workers),
             trust_bytes=0,  # join_store has checked it, before the rows to do were chosen
         ),
     )
-
-
-def _encoders(config: ExtractConfig) -> int:
-    """Encoder threads of a writer: one that shares the host has its part of what one alone would take. 0 = that."""
-    return max(1, min(8, available_cores() // (2 * config.workers))) if config.workers > 1 else 0
 
 
 def make_guard(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,9 +23,15 @@ SAMPLE_STRIDE = 16
 """Norms and the error of a lossy codec are measured at every 16th row: enough to judge them, and almost free."""
 
 
-def encoder_threads() -> int:
-    """Threads that a writer encodes with, unless it is told: half of the cores, two at least and eight at most."""
-    return min(8, max(2, available_cores() // 2))
+def encoder_threads(codec: Codec, writers: int = 1) -> int:
+    """Threads that one of ``writers`` on this host encodes with, unless it is told: its part of half of the cores, at least one (two
+    when it is alone) and no more than pay off."""
+    return min(codec.threads, max(2 if writers == 1 else 1, available_cores() // (2 * writers)))
+
+
+def encoder_pool(codec: Codec, threads: int = 0, writers: int = 1) -> ThreadPoolExecutor:
+    """The threads of one writer; 0: as many as :func:`encoder_threads` says."""
+    return ThreadPoolExecutor(threads or encoder_threads(codec, writers), "headrace-encode")
 
 
 @dataclass(frozen=True, slots=True)

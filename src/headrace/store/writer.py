@@ -26,7 +26,7 @@ from headrace.memory import shared_pool
 from headrace.store.build import Arena, ShardBuilder
 from headrace.store.codecs import chunk_rows, default_codec, open_codec
 from headrace.store.dataset import Dataset, create_dataset, read_dataset
-from headrace.store.encode import Encoded, Encoding, Parent, encoder_threads, kept_positions
+from headrace.store.encode import Encoded, Encoding, Parent, encoder_pool, kept_positions
 from headrace.store.folder import DATASET, WritableFolder, new_shard_name, open_folder
 from headrace.store.format import FinalPositions
 from headrace.store.index import KeySet
@@ -56,7 +56,8 @@ class WriterOptions(Section):
     shard_seconds: float = 120.0
     """Age at which a shard is sealed although it is small, so that a kill costs a slow engine at most this much work."""
     workers: int = 0
-    """Encoder threads; 0: as :func:`encoder_threads` says."""
+    """Encoder threads; 0: as ``encoder_threads`` says for one of so many ``writers`` on this host."""
+    writers: int = 1
     queue_bytes: int = 512 << 20
     """States waiting for an encoder at most, or half of it and one capture; ``add`` blocks beyond it."""
     allow_zeros: bool = False
@@ -92,8 +93,8 @@ class StoreWriter:
     ) -> None:
         self._folder = open_folder(path)
         self.name = self._folder.name
-        self.options = options or WriterOptions()
-        self.shard_bytes = self.options.shard_bytes if shard_bytes is None else shard_bytes
+        self.options = options = options or WriterOptions()
+        self.shard_bytes = options.shard_bytes if shard_bytes is None else shard_bytes
         self.spec = spec
         self.provenance = provenance or {}
         self.dataset = self._open(codec, final_positions)
@@ -117,7 +118,7 @@ class StoreWriter:
         self._expected: float | None = None
         self._failed: Exception | None = None
         self._closed = False
-        self._encoders = ThreadPoolExecutor(self.options.workers or encoder_threads(), "headrace-encode")
+        self._encoders = encoder_pool(self._codec, options.workers, options.writers)
         self._sealer = ThreadPoolExecutor(1, "headrace-seal")
 
     def _open(self, codec: str | None, final_positions: FinalPositions | None) -> Dataset:

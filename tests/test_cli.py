@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -168,3 +169,39 @@ def test_main_maps_errors_to_exit_codes(tmp_path: Path) -> None:
     started = time.monotonic()
     assert main(["fetch-demo-model", "--config", str(tmp_path / "none.toml")]) == 2
     assert time.monotonic() - started < 5
+
+
+def test_a_path_that_cannot_be_used_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command's files: a file where a folder should be, on the way or at the end."""
+    (tmp_path / "file").write_text("x")
+    assert main(["fetch-demo-model", "--out", str(tmp_path / "file")]) == 2
+    assert "is not a model folder" in capsys.readouterr().err
+    assert main(["fetch-demo-model", "--out", str(tmp_path / "file" / "model")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "file cannot be used: " in said and "another path" in said
+    assert main(["fetch-demo-model", "--json", "--out", str(tmp_path / ("n" * 300))]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False and "File name too long" in json.dumps(answer)
+
+
+def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken", "x")
+
+    monkeypatch.setattr("headrace.demo.fetch_demo_model", broken)
+    with pytest.raises(OSError, match="the disk is broken"):
+        main(["fetch-demo-model", "--out", "x"])
+
+
+@pytest.mark.parametrize(
+    "url", ["not-a-url", "127.0.0.1:30000", "http://", "ftp://host:1", "localhost:30000"]
+)
+@pytest.mark.parametrize("command", ["doctor {} --model m", "extract rows --model m --out s --url {}"])
+def test_an_address_without_a_scheme_is_said_at_once(
+    url: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not: cannot be reached, is the server up?"""
+    assert main(command.format(url).split()) == 2
+    assert "url.0: give an address such as http://127.0.0.1:30000" in capsys.readouterr().err

@@ -9,8 +9,9 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from headrace.errors import ConfigError
 
@@ -42,6 +43,21 @@ def _join(value: Any) -> Any:
 
 Taps = Annotated[str, BeforeValidator(_join)]
 """Taps of a capture. TOML may spell them as a list, ``[3, 31, 59, "final"]``; inside it is the command line's ``"3,31,59,final"``."""
+
+
+def address(value: str) -> str:
+    """``value``, the address of a server. Raises ValueError when it is none: without a scheme, say."""
+    try:
+        parts = urlsplit(value)
+    except ValueError as exc:  # a bracket that is not closed, say
+        raise ValueError(f"{exc}; give an address such as http://127.0.0.1:30000") from exc
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("give an address such as http://127.0.0.1:30000")
+    return value
+
+
+ServerUrl = Annotated[str, AfterValidator(address)]
+"""Address of a server, with its scheme."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:

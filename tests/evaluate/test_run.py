@@ -230,7 +230,7 @@ def test_a_drafter_of_another_target_is_refused(
         (["--tree-tokens", "8"], "give topk above 1"),
         (["--topk", "2", "--tree-tokens", "2"], "cannot hold one path"),
         (["--no-offline"], "there must be a server"),
-        (["--server", "localhost:1"], "is not an http"),
+        (["--server", "localhost:1"], "give an address such as"),
         (["--steps", "0"], "steps"),
     ],
 )

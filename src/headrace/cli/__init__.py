@@ -6,13 +6,19 @@ A command module has ``Config`` (a :class:`headrace.config.Section`) and ``run(c
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from headrace._version import __version__
-from headrace.errors import HeadraceError, Interrupted
+from headrace.errors import HeadraceError, InputError, Interrupted
+
+# What is wrong with a path that the user gave; every other error of the system keeps its traceback.
+_PATH_FAULTS = (
+    errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # command: (module under headrace.cli, one-line summary)
@@ -86,6 +92,14 @@ def run_command(name: str, args: list[str]) -> int:
     except BrokenPipeError:  # the reader of stdout went away, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
+    except OSError as exc:
+        if exc.errno not in _PATH_FAULTS or exc.filename is None:
+            raise
+        fault = InputError(
+            f"{exc.filename} cannot be used: {exc.strerror}; give another path, or mend this one"
+        )
+        code = fault.exit_code
+        output.error(fault)
     output.finish()
     return code
 

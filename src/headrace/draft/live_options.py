@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace.config import Section, Taps
+from headrace.config import Section, ServerUrl, Taps
 
 
 class LiveOptions(Section):
@@ -17,7 +17,7 @@ class LiveOptions(Section):
     """Preset (eagle3, dflash) or a list such as 2,15,27,final; must hold final."""
     dtype: str = ""
     """dtype of the states: bfloat16, float16 or float32; the target's own when empty."""
-    url: list[str] = Field(default_factory=list)
+    url: list[ServerUrl] = Field(default_factory=list)
     """Server URL, for engines that are servers; may be given several times."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
     """More options of the engine: key=value,key=value."""

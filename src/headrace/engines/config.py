@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from headrace.config import Section
+from headrace.config import Section, ServerUrl
 
 Reference = Literal["auto", "hf", "greedy", "none"]
 
@@ -50,7 +50,7 @@ class ServeConfig(Section):
 class DoctorConfig(Section):
     """Check a capture server before trusting it: one line a check, exit code 3 when one fails."""
 
-    url: CliPositionalArg[list[str]]
+    url: CliPositionalArg[list[ServerUrl]]
     """Server URL; several are checked one after the other."""
     model: str
     """Target the server should be running: a model folder or hub id."""

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from headrace.config import Section
+from headrace.config import Section, address
 
 
 class EvaluateConfig(Section):
@@ -62,9 +62,7 @@ class EvaluateConfig(Section):
     @field_validator("server")
     @classmethod
     def _http(cls, value: str) -> str:
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is not an http:// or https:// address")
-        return value.rstrip("/")
+        return address(value).rstrip("/") if value else ""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluateConfig:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from headrace.config import Section, Taps
+from headrace.config import Section, ServerUrl, Taps
 from headrace.remote import Place
 
 GIB = 1 << 30
@@ -61,7 +61,7 @@ class ExtractConfig(Section):
     # --- the engine ----------------------------------------------------------------------------------------------
     engine: str = "hf"
     """Inference engine: hf, sglang, vllm, fake or an installed plug-in."""
-    url: list[str] = Field(default_factory=list)
+    url: list[ServerUrl] = Field(default_factory=list)
     """Server URL, for engines that are servers; may be given several times."""
     device: str = ""
     """Device, for engines that run here."""

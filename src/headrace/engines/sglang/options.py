@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from headrace.config import ServerUrl
 from headrace.engines.base import EngineOptions
 from headrace.engines.config import Reference
 
@@ -11,7 +12,7 @@ from headrace.engines.config import Reference
 class SglangOptions(EngineOptions):
     """Options of the ``sglang`` engine."""
 
-    url: list[str] = Field(default_factory=lambda: ["http://127.0.0.1:30000"], min_length=1)
+    url: list[ServerUrl] = Field(default_factory=lambda: ["http://127.0.0.1:30000"], min_length=1)
     """Server URLs; rows go to whichever answers soonest."""
     staging: str = ""
     """Where the servers' staging folder is seen from here; as the servers name it when empty."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.draft import record
 from headrace.draft.gauges import Gauge, busy_share, peak_flops, useful_flops
+from headrace.draft.metrics import Accuracy
 from headrace.draft.objective import Objective
 from headrace.draft.record import Curves
 from headrace.draft.teacher import Teacher
@@ -92,3 +94,17 @@ def test_other_workers_write_nothing(tmp_path: Path) -> None:
     curves.write("train", 1, {"loss": [1.0]})
     curves.close()
     assert not (tmp_path / "d").exists()
+
+
+def test_time_left_goes_by_the_pace_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps compile, for a minute on a GPU; a resumed run begins in the middle."""
+    now, said = [1000.0], list[str]()
+    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    accuracy = Accuracy.zero(1)
+    progress = record.Progress(1000, said.append)
+    progress.begin(400)
+    for step, seconds in ((420, 100.0), (440, 2.0), (460, 2.0), (480, 6.0)):
+        now[0] += seconds
+        progress.show(step, accuracy, {"tokens_per_second": 1.0})
+    left = [line.rsplit(", ", 1)[1] for line in said]
+    assert left == ["0:48:20 left", "0:00:56 left", "0:00:54 left", "0:01:44 left"]

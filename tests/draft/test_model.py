@@ -46,16 +46,18 @@ SPEC = CaptureSpec(
     ids=lambda r: r["rope_type"],
 )  # fmt: skip
 def test_rotary_equals_transformers(rope: dict[str, Any]) -> None:
+    import transformers
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    before = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"},
+    }
+    said = before if transformers.__version__.startswith("4.") else {"rope_parameters": rope}
     config = LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=2,
-        head_dim=64,
-        max_position_embeddings=131072,
-        rope_parameters=rope,
-    )
+        hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=131072, **said
+    )  # type: ignore[arg-type]
     theirs = LlamaRotaryEmbedding(config)
     positions = torch.tensor([[0, 1, 17, 5000, 100000]])
     cos, sin = theirs(torch.zeros(1), positions)
@@ -64,6 +66,9 @@ def test_rotary_equals_transformers(rope: dict[str, Any]) -> None:
     torch.testing.assert_close(mine[0], cos, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mine[1], sin, rtol=1e-6, atol=1e-6)
     assert RopeConfig.from_hf({"rope_parameters": read.to_hf()}) == read
+    assert RopeConfig.from_hf(before | {"max_position_embeddings": 131072}) == read, (
+        "as transformers 4 writes it"
+    )
 
 
 def test_rope_of_older_configs_and_refusals() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from headrace.draft.compiling import compile_static
 from headrace.draft.layout import Layout
 from headrace.errors import ConfigError
 
@@ -111,7 +112,7 @@ class Compiled:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` compiled for static shapes, or as it is."""
-        return torch.compile(function, dynamic=False) if self.on else function
+        return compile_static(function, self.on)
 
 
 class FlexAttend:

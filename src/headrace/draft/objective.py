@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.draft.compiling import compile_static
 from headrace.draft.losses import LossKind, loss_and_gradient
 from headrace.draft.teacher import Labels, Teacher, matmul32
 
@@ -58,10 +59,8 @@ class Objective:
     ) -> None:
         self.teacher, self.kind, self.step_weights, self.chunk = teacher, kind, step_weights, chunk
         self._weights = torch.tensor(step_weights, dtype=torch.float64)
-        self._judge: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
-            torch.compile(_judge, dynamic=False) if compiled else _judge
-        )
-        self._read = torch.compile(teacher.read, dynamic=False) if compiled else teacher.read
+        self._judge: Callable[..., tuple[Tensor, Tensor, Tensor]] = compile_static(_judge, compiled)
+        self._read = compile_static(teacher.read, compiled)
 
     def __call__(
         self,

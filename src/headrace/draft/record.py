@@ -116,13 +116,14 @@ class Progress:
         self.rate = 0.0
         self._bar: Any = None
         self._task: Any = None
-        self._tokens = 0.0
-        self._started = 0.0
         self._first = 0
+        self._marks: list[tuple[int, float]] = []
+        """Steps and when they were done, oldest first."""
 
     def begin(self, step: int) -> None:
         """Start the clock at ``step``."""
-        self._started, self._first = time.monotonic(), step
+        self._first = step
+        self._marks = [(step, time.monotonic())]
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -141,7 +142,7 @@ class Progress:
     def show(self, step: int, accuracy: Accuracy, extra: dict[str, float]) -> None:
         """One log interval's numbers."""
         self.rate = extra["tokens_per_second"]
-        left = (self.total - step) * (time.monotonic() - self._started) / max(1, step - self._first)
+        left = self._left(step)
         facts = f"loss {accuracy.losses[0]:.3f}, accuracy {accuracy.conditional[0]:.3f}, length {accuracy.length:.2f}, {self.rate:,.0f} tokens/s"
         if "mfu" in extra:
             facts += f", MFU {extra['mfu']:.0%}"
@@ -149,6 +150,15 @@ class Progress:
             self._bar.update(self._task, completed=step, facts=facts)
         else:
             self._say(f"step {step:,}/{self.total:,}: {facts}, {_clock(left)} left")
+
+    def _left(self, step: int) -> float:
+        """Seconds to the end at the pace of the newer half of the steps: the first ones compile, for a minute on a GPU."""
+        while len(self._marks) > 1 and self._marks[1][0] <= (self._first + step) / 2:
+            del self._marks[0]
+        since, then = self._marks[0]
+        now = time.monotonic()
+        self._marks.append((step, now))
+        return (self.total - step) * (now - then) / max(1, step - since)
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -22,6 +22,7 @@ from headrace.errors import ConfigError
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 TOOLS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "thirdparty").glob("*_*.py")])
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 7
 # Flags of SGLang, vLLM, torchrun, ssh, nvidia-smi, pip, git and our tools that pages mention beside ours.
@@ -144,11 +145,15 @@ def test_commands_are_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.name)
 def test_every_command_in_the_docs_parses(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By today's schemas, with recipes read from the repository: an option that was renamed fails here."""
     monkeypatch.chdir(ROOT)
-    for args in commands(page.read_text()):
+    text = page.read_text()
+    if page in RECIPES:  # what their comments say, as an indented block
+        text = "\n".join(f"  {line[1:]}" for line in text.splitlines() if line.startswith("#"))
+        assert len(list(commands(text))) == len(re.findall(r"^ +headrace ", text, re.MULTILINE))
+    for args in commands(text):
         if args[0].startswith("-") or args[0] == "COMMAND":
             continue
         assert args[0] in COMMANDS, f"{page.name}: headrace {' '.join(args)}: no such command"

@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM = false
 
 .PHONY: help setup model quickstart test test-fast envs check docs format bench clean
 help:
-	@echo "make quickstart   conversations to a measured drafter on a real model (8 minutes on 2 cores)"
+	@echo "make quickstart   conversations to a measured drafter on a real model (about 10 minutes on 2 cores)"
 	@echo "make test         every test, real SGLang and vLLM included"
 	@echo "make test-fast    tests of a few seconds only"
 	@echo "make check        ruff, format, types, generated pages, the docs site"

@@ -99,6 +99,34 @@ def test_it_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "memory" in " ".join(plan(PlanConfig(**MISSION), lambda: 1 << 30).shortages())
 
 
+def test_an_engine_faster_than_one_process_is_given_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A 1B shape on one H200: 176,190 tokens/s of 16,384 bytes are 2.89 GB/s, and one process took 1.2."""
+    shape = {**MISSION, "num_layers": 16, "hidden_size": 2048, "taps": "2,8,13,final"}
+    found = {n: plan(PlanConfig(**shape, rate=176_190, workers=n), roomy) for n in (0, 1, 2, 3, 8)}
+    assert {n: p.workers for n, p in found.items()} == {0: 3, 1: 1, 2: 2, 3: 3, 8: 8}
+    assert {n: round(p.rate) for n, p in found.items()} == {
+        0: 176_190, 1: 73_242, 2: 146_484, 3: 176_190, 8: 176_190,
+    }  # fmt: skip
+    process = 1_500_000_000 + 2 * (1 << 30) + 16_384 * (65_536 + 2 * 8192 + 32_768)
+    assert [found[n].memory - found[1].memory for n in (2, 3)] == [
+        1_500_000_000 + process,
+        1_500_000_000 + 2 * process,
+    ], "two shards and an engine in each, and a driver"
+    served = [plan(PlanConfig(**shape, workers=n, engine="sglang"), roomy).memory for n in (1, 2)]
+    assert served[1] - served[0] == process + 1_500_000_000 - 65_536 * 16_384, "one server for both"
+    assert plan(PlanConfig(**MISSION, rate=7_800), roomy).workers == 1
+    assert plan(PlanConfig(**MISSION), roomy).workers == 1
+
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in shape.items()]
+    main(["plan", *args, "--rate", "176190", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "at 176,190 tokens/s with 3 workers" in said and "headrace extract --workers 3" in said
+    main(["plan", *args, "--rate", "7000", "--out", str(tmp_path)])
+    assert "workers" not in capsys.readouterr().out
+
+
 def test_servers_need_staging(tmp_path: Path) -> None:
     here = plan(PlanConfig(**MISSION, out=tmp_path), roomy)
     assert [place.what for place in here.places] == ["the store"]

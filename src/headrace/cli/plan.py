@@ -80,8 +80,24 @@ def _print(plan: Plan, output: Output) -> None:
     else:
         stored = next(c for c in plan.codecs if c.codec == plan.codec)
         write = stored.bytes / (plan.hours * 3600)
+        by = f" with {plan.workers} workers" if plan.workers > 1 else ""
         output.say(
-            f"time: {duration(plan.hours * 3600)} at {plan.rate:,.0f} tokens/s; the disk takes {gigabytes(write)}/s"
+            f"time: {duration(plan.hours * 3600)} at {plan.rate:,.0f} tokens/s{by}; the disk takes {gigabytes(write)}/s"
+        )
+        _print_workers(plan, output)
+
+
+def _print_workers(plan: Plan, output: Output) -> None:
+    """Why there should be several processes, when there should."""
+    from headrace.extract.disk import gigabytes
+    from headrace.extract.plan import PROCESS_RATE, workers_for
+
+    wanted = workers_for(plan.engine_rate, plan.shape)
+    if wanted > 1:
+        states = gigabytes(plan.engine_rate * plan.shape.bytes_per_token)
+        output.say(
+            f"{plan.engine_rate:,.0f} tokens/s are {states} of states a second and one process takes about {gigabytes(PROCESS_RATE)}: "
+            f"headrace extract --workers {wanted}"
         )
 
 

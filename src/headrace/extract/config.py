@@ -213,6 +213,8 @@ class PlanConfig(Section):
     """Tokens a second to expect; 0 = as measured."""
     measured: Path | None = None
     """A store already extracted on this machine: its rate and its codec's ratio are used."""
+    workers: int = Field(default=0, ge=0)
+    """Worker processes on this host, as `headrace extract` has them; 0 = as many as the rate needs."""
 
     # --- many hosts ------------------------------------------------------------------------------------------------------
     nodes: int = Field(default=0, ge=0)

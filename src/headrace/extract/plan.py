@@ -28,6 +28,8 @@ PROCESS_BYTES = 1_500_000_000
 """Python, torch and the row index, resident."""
 BYTES_A_ROW = 600
 """Memory for the keys of one row."""
+PROCESS_RATE = 1.2e9
+"""Bytes of states a second that one process checks, compresses and writes (one H200's host, docs/performance.md)."""
 
 
 def stored_ratio(codec: str) -> float:
@@ -103,6 +105,11 @@ class Plan:
     memory: int
     memory_available: int
     rate: float
+    """Tokens a second that the run reaches; 0 = not known."""
+    engine_rate: float
+    """Tokens a second that the engine gives: more, if there are not workers enough to take them."""
+    workers: int
+    """Processes that check, compress and write."""
     places: list[Place]
 
     @property
@@ -159,7 +166,6 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
             f"--codec {codec} cannot hold {shape.dtype} states; choose one of {[size.codec for size in codecs]}"
         )
     stored = next(size.bytes for size in codecs if size.codec == codec)
-    flying = default_budget(config.tokens_in_flight, longest) * shape.bytes_per_token
     places = [Place("the store", str(config.out), stored + int(config.min_free), space(config.out).free)]
     if config.engine in SERVER_ENGINES:
         places.append(
@@ -170,8 +176,8 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
                 space(config.staging).free,
             )
         )
-    # Answered captures wait in memory at most as long as the budget lets them; a shard is held once and once encoded.
-    memory = PROCESS_BYTES + rows * BYTES_A_ROW + flying + 2 * int(config.shard_bytes)
+    engine_rate = config.rate or rate
+    workers = config.workers or workers_for(engine_rate, shape)
     return Plan(
         rows=rows,
         tokens=tokens,
@@ -181,11 +187,33 @@ def plan(config: PlanConfig, available_memory: Callable[[], int] | None = None) 
         bytes_raw=bytes_raw,
         codec=codec,
         codecs=codecs,
-        memory=memory,
+        memory=_memory(config, workers, longest, shape) + rows * BYTES_A_ROW,
         memory_available=(available_memory or _available_memory)(),
-        rate=config.rate or rate,
+        rate=_reached(config, engine_rate, shape),
+        engine_rate=engine_rate,
+        workers=workers,
         places=places,
     )
+
+
+def workers_for(rate: float, shape: Shape) -> int:
+    """Processes that take ``rate`` tokens a second, or all but a twentieth of one process's part; at least one."""
+    return max(1, math.ceil(round(rate * shape.bytes_per_token / PROCESS_RATE, 1)))
+
+
+def _memory(config: PlanConfig, workers: int, longest: int, shape: Shape) -> int:
+    # Answered captures wait at most as long as the budget lets them; a shard is held once and once encoded. Several clients
+    # of one server divide what it keeps in flight; engines in the workers do not.
+    shared = workers if config.engine in SERVER_ENGINES else 1
+    flying = default_budget(config.tokens_in_flight // shared, longest) * shape.bytes_per_token
+    driver = PROCESS_BYTES if workers > 1 else 0
+    return driver + workers * (PROCESS_BYTES + flying + 2 * int(config.shard_bytes))
+
+
+def _reached(config: PlanConfig, engine_rate: float, shape: Shape) -> float:
+    if not (config.rate and config.workers):  # measured, or taken by as many workers as it needs
+        return engine_rate
+    return min(engine_rate, config.workers * PROCESS_RATE / shape.bytes_per_token)
 
 
 def plan_nodes(config: PlanConfig) -> ClusterPlan:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.cli import main
 from headrace.engines.base import Check, EngineInfo
@@ -18,7 +19,7 @@ from headrace.extract.config import ExtractConfig
 from headrace.extract.events import read_events
 from headrace.extract.files import RunFiles
 from headrace.extract.run import Outcome, extract, run_extraction
-from headrace.store import Store
+from headrace.store import Store, StoreWriter
 from headrace.testing.extraction import compare_store, make_rows, write_rows
 from headrace.testing.faults import FaultyEngine
 from headrace.types import CaptureSpec, Row
@@ -97,6 +98,42 @@ def test_the_same_command_again_does_nothing(place: Place) -> None:
     result = place.run()
     assert result["skipped_by_reason"] == {"already_stored": 300} and result["stored"] == 0
     assert {path: path.read_bytes() for path in place.out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("slow", "url", "said"),
+    [("writer", [], "the limit"), ("writer", ["http://127.0.0.1:1"], "--workers 2"), ("engine", [], "")],
+)
+def test_it_is_said_when_the_engine_is_not_the_limit(
+    place: Place,
+    spec: CaptureSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: str,
+    url: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr("headrace.extract.progress.ENOUGH_LOOKS", 8)
+    monkeypatch.setattr("headrace.extract.watch.NORMS_SECONDS", 0.2)
+    add, tokens = StoreWriter.add, sum(map(len, place.rows))
+
+    def slowly(self: StoreWriter, row: Row, states: torch.Tensor) -> bool:
+        time.sleep(2 / len(place.rows))
+        return add(self, row, states)
+
+    if slow == "writer":
+        monkeypatch.setattr(StoreWriter, "add", slowly)
+    speed = tokens / 2 if slow == "engine" else 0.0
+    engine = FingerprintEngine(spec, FingerprintOptions(tokens_in_flight=1000, tokens_per_second=speed))
+    heard: list[str] = []
+    config = place.config(tokens_in_flight=1000 + 2 * max(map(len, place.rows)), url=url)
+    run_extraction(config, heard.append, engine)
+    found = [
+        event["message"] for event in read_events(place.files.events) if event["event"] == "client_limit"
+    ]
+    assert found == [line for line in heard if "captures wait for this process" in line]
+    assert len(found) == bool(said)
+    if said:
+        assert said in found[0] and ("--workers" in found[0]) == bool(url)
 
 
 def test_float32_states_go_into_a_codec_that_holds_them(place: Place) -> None:

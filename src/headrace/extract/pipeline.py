@@ -242,8 +242,11 @@ class Pipeline:
             wait_for.join(TICK)
         else:
             time.sleep(TICK)
-        if self.stopping and self._session is not None:
-            self._session.feed.close()
+        if self._session is not None:
+            if self.stopping:
+                self._session.feed.close()
+            if not self.guard.paused:
+                self.progress.looked(self.verifier.backlog)
         now = time.monotonic()
         if now - self._looked_at_disk > LOOK_AT_DISK:
             self._looked_at_disk = now

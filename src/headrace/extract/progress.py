@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 MINUTE: Final = 60.0
+ENOUGH_LOOKS: Final = 300
+"""Looks at the backlog, at most ten a second, before they are judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Progress:
         """Raw bytes of everything written so far."""
         self.last_answer = self._start
         """When the engine last answered (or was last given a row while it had none)."""
+        self._looks = self._backlogs = 0
 
     # --- what the stages report -------------------------------------------------------------------------------
 
@@ -189,12 +192,22 @@ class Progress:
             self._paused_since = now if why else None
             self._paused_why = why
 
+    def looked(self, backlog: bool) -> None:
+        """The supervisor looked whether answers wait to be checked or written."""
+        self._looks += 1
+        self._backlogs += backlog
+
     # --- what it comes to ---------------------------------------------------------------------------------------
 
     def _active(self) -> float:
         now = self._clock()
         paused = self._paused_total + (now - self._paused_since if self._paused_since is not None else 0.0)
         return now - self._start - paused
+
+    @property
+    def backlog_share(self) -> float | None:
+        """Share of the looks at which answers waited: near 1, this process is slower than the engine. None before there are enough."""
+        return self._backlogs / self._looks if self._looks >= ENOUGH_LOOKS else None
 
     @property
     def rows_in_flight(self) -> int:

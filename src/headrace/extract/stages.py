@@ -112,6 +112,11 @@ class Verifier:
         self._in_a_row = 0
         self._bad = 0
 
+    @property
+    def backlog(self) -> bool:
+        """Whether an answer waits for this stage or the next."""
+        return not (self.answers.empty() and self.checked.empty())
+
     def run(self) -> None:
         """The stage's thread: until None comes through the queue."""
         while (answer := self.answers.get()) is not None:

@@ -81,12 +81,15 @@ def test_killed_at_random_points(config: ExtractConfig) -> None:
     slower = config.model_copy(
         update={"engine_options": {"tokens_in_flight": 4000, "tokens_per_second": TOKENS / 4}}
     )
-    killed = 0
-    for _ in range(8):
-        killed += kill_after(extraction_process(slower), rng.uniform(0.1, 1.2)) == -signal.SIGKILL
+    killed, latest, before = 0, 1.2, 0
+    for attempt in range(30):
+        if attempt >= 8 and before:
+            break
+        killed += kill_after(extraction_process(slower), rng.uniform(0.1, latest)) == -signal.SIGKILL
+        before = len(Store.open(config.out)) if (config.out / "dataset.json").exists() else 0
+        latest += 0.0 if before else 0.2  # a busy machine seals nothing so soon
     assert killed >= 4
-    before = set(Store.open(config.out).keys())
-    assert len(before) > 0, "nothing was ever sealed: the kills prove nothing"
+    assert before, "nothing was ever sealed: the kills prove nothing"
     comparison = compare_store(config.out, ROWS)
     assert not comparison.wrong and not comparison.strange
     assert run_until_finished(lambda: extraction_process(faster(config))) == 1

@@ -33,8 +33,6 @@ def test_dp_16_shifted_special_ids_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_dp_16_the_real_tokenizer_passes(smollm2: Path) -> None:
-    from headrace.target import Target
-
     check_special_ids(Target.open(str(smollm2)).tokenizer, smollm2)
 
 

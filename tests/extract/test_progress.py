@@ -203,3 +203,24 @@ def test_lines_come_soon_and_then_seldom() -> None:
         view.show(a_snapshot())
     assert lines[:5] == pytest.approx([1, 3, 7, 15, 25], abs=0.2)
     assert len(lines) < 14
+
+
+def test_a_backlog_of_today_is_seen_after_days_without_one() -> None:
+    """A run may begin with one server and go on with four."""
+    progress = Progress(rows=1, tokens=1)
+    for _ in range(299):
+        progress.looked(False)
+    assert progress.backlog_share is None, "too few looks"
+    for _ in range(1000):
+        progress.looked(False)
+        progress.looked(True)
+    assert progress.backlog_share == pytest.approx(1000 / 2299)
+    for _ in range(100_000):
+        progress.looked(False)
+    assert progress.backlog_share == pytest.approx(0, abs=1e-3)
+    for _ in range(600):  # a minute of a slow disk is no reason yet
+        progress.looked(True)
+    assert 0.1 < (progress.backlog_share or 0) < 0.3
+    for _ in range(9000):
+        progress.looked(True)
+    assert (progress.backlog_share or 0) > 0.9

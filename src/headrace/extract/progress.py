@@ -13,6 +13,8 @@ from typing import Any, Final
 MINUTE: Final = 60.0
 ENOUGH_LOOKS: Final = 300
 """Looks at the backlog, at most ten a second, before they are judged."""
+LOOKS_KEPT: Final = 3000
+"""Looks that count: of a run of days, the last minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Progress:
         """Raw bytes of everything written so far."""
         self.last_answer = self._start
         """When the engine last answered (or was last given a row while it had none)."""
-        self._looks = self._backlogs = 0
+        self._looks, self._waiting = 0, 0.0
 
     # --- what the stages report -------------------------------------------------------------------------------
 
@@ -194,8 +196,8 @@ class Progress:
 
     def looked(self, backlog: bool) -> None:
         """The supervisor looked whether answers wait to be checked or written."""
-        self._looks += 1
-        self._backlogs += backlog
+        self._looks = min(self._looks + 1, LOOKS_KEPT)
+        self._waiting += (backlog - self._waiting) / self._looks
 
     # --- what it comes to ---------------------------------------------------------------------------------------
 
@@ -206,8 +208,8 @@ class Progress:
 
     @property
     def backlog_share(self) -> float | None:
-        """Share of the looks at which answers waited: near 1, this process is slower than the engine. None before there are enough."""
-        return self._backlogs / self._looks if self._looks >= ENOUGH_LOOKS else None
+        """Share of the latest looks at which answers waited: near 1, this process is slower than the engine. None before there are enough."""
+        return self._waiting if self._looks >= ENOUGH_LOOKS else None
 
     @property
     def rows_in_flight(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from headrace.testing.models import make_config_only
 
     return make_config_only(tmp_path_factory.mktemp("models") / "config-only")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """No test leaves a thread of a pipeline running: one that spins holds up all tests after it."""
+    before = set(threading.enumerate())
+    yield
+    ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("headrace-")]
+    if not ours:
+        return
+    from headrace.extract.worker import Worker
+
+    for thread in ours:
+        if isinstance(thread, Worker) and "hang" not in thread.name:
+            thread.join(10.0)
+            assert not thread.is_alive(), f"thread {thread.name} is running still"
 
 
 def pytest_configure() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -96,12 +95,3 @@ class Bench:
         assert not self.sink.open
         snapshot = self.progress.snapshot(bytes_stored=0, staging_bytes=0, disk_free=0)
         assert snapshot.rows_in_flight == snapshot.tokens_in_flight == snapshot.rows_behind == 0
-
-
-@pytest.fixture(autouse=True)
-def no_threads_left() -> Iterable[None]:
-    """No test may leave a pipeline thread running."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("headrace-") and "hang" not in thread.name:
-            thread.join(5.0)

@@ -13,8 +13,10 @@ import pytest
 from headrace.engines.base import Engine
 from headrace.engines.fake import FingerprintEngine, FingerprintOptions
 from headrace.errors import EngineError, EngineUnavailableError, IncompleteError, StorageFullError
+from headrace.extract.admission import Portions
 from headrace.extract.check import sampled_norms
 from headrace.extract.stages import Limits
+from headrace.extract.worker import Worker
 from headrace.testing.faults import SPOILERS, FaultyEngine, first_try_script, random_script
 from headrace.types import Capture, CaptureSpec, Failure, Row
 
@@ -247,6 +249,25 @@ def test_stopping_finishes_what_is_in_flight(spec: CaptureSpec, tmp_path: Path) 
     bench.check(
         missing={row.key for row in rows} - stored
     )  # everything admitted was finished: no budget is out
+
+
+def test_a_worker_told_to_stop_leaves_the_rows_it_has_not_begun_with(
+    spec: CaptureSpec, tmp_path: Path
+) -> None:
+    """Not: looks at them for ever, and holds up every other thread of the process."""
+    rows = make_rows(3000)
+    bench = Bench(FingerprintEngine(spec, options(3000, speed=60_000.0)), rows, tmp_path)
+    portions = Portions(bench.budget.wake)
+    portions.add(rows, drain=False)
+    threading.Timer(0.4, lambda: setattr(bench.pipeline, "stopping", "stopped by test")).start()
+    worker = Worker("serve", lambda: bench.pipeline.serve(portions))
+    worker.start()
+    worker.join(20)
+    left, ended = len(portions), worker.ended
+    portions.give_back(left)  # so that no other test is held up if this one fails
+    assert ended and worker.error is None
+    assert 50 < len(bench.sink.sealed) == len(rows) - left < 2900
+    bench.check(missing={row.key for row in rows} - set(bench.sink.sealed))
 
 
 @pytest.mark.slow

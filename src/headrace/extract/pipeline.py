@@ -93,14 +93,14 @@ class Pipeline:
             self._retry(get)
 
     def serve(self, source: Portions) -> None:
-        """Capture what ``source`` is handed, portion after portion, until it is closed; then seal. Raises as :meth:`run`.
+        """Capture what ``source`` is handed, portion after portion, until it is closed; then seal. Returns and raises as :meth:`run`.
 
         Nothing is tried again here: whoever hands the rows over decides what becomes of those that failed.
         """
         with self._stages_running():
             while True:
                 self._until(lambda: bool(len(source)) or source.closed or bool(self.stopping))
-                if not len(source):
+                if self.stopping or not len(source):
                     return
                 self._capture(source)
 

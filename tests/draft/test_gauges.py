@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,8 +82,13 @@ def test_wandb_offline_gets_every_curve_and_no_key(
         monkeypatch.setenv(name, value)
     train(config(world, tmp_path / "d", wandb="headrace", max_steps=4), quiet)
     (recorded,) = (tmp_path / "d").glob("wandb/offline-run-*/*.wandb")
+    curves = (b"train/accuracy_1", b"train/tokens_per_second", b"validation/implied_length")
+    # A process of its own writes the file, after finish() too on a busy machine.
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not all(curve in recorded.read_bytes() for curve in curves):
+        time.sleep(0.1)
     data = recorded.read_bytes()
-    for curve in (b"train/accuracy_1", b"train/tokens_per_second", b"validation/implied_length"):
+    for curve in curves:
         assert curve in data, curve
     for path in (tmp_path / "d").rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
